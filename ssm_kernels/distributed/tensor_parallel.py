@@ -213,6 +213,8 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
         raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {class_name(layer)}")
     if getattr(layer, "bimamba_type", "none") != "none":
         raise ValueError(f"{name}: expected a Mamba of one direction, got bimamba_type {layer.bimamba_type!r}")
+    if getattr(layer, "is_mimo", False):
+        raise ValueError(f"{name}: expected a Mamba3 of rank one, got is_mimo=True")
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(f"{name}: expected parameters that are not distributed yet: apply it once, and before fully_shard")
     projections = ["in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"]

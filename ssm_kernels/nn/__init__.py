@@ -5,7 +5,7 @@
   and the ``state_dict`` of ``mamba_ssm``'s ``Mamba``.
 - :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm; also with ``mamba_ssm``'s
   constructor and ``state_dict``.
-- :class:`Mamba3`: the mixer of Mamba-3 of rank one, with rotated B and C and two samples a step; likewise.
+- :class:`Mamba3`: the mixer of Mamba-3, SISO and MIMO, with rotated B and C and two samples a step; likewise.
 - :class:`DeltaNet`, :class:`GatedDeltaNet`, :class:`KimiDeltaAttention`, :class:`GatedDeltaProduct`: layers around the delta
   rule, with the constructors and the ``state_dict`` of flash-linear-attention.
 - :class:`MLSTM`: the layer of xLSTM-7B around the matrix memory, with its parameters.

@@ -8,8 +8,9 @@ For hidden states :math:`u_t` of ``d_model`` channels and heads :math:`h` of ``h
     y_{t,h} &= \mathrm{Mamba3}(x, \Delta, A, \mathrm{norm}(B), \mathrm{norm}(C), \mathrm{trap}, \mathrm{angles})_{t,h} \\
     \mathrm{out}_t &= W_{out}\, (y_t \cdot \mathrm{silu}(z_t))
 
-with the scan of :func:`ssm_kernels.mamba3_chunk_scan`, and :math:`\phi(a) = 1 + a` for :math:`a \ge 0`, else
-:math:`1 / (1 - a)`, or softplus. Source: Lahoti et al., *Mamba-3* (2026). The layer has no convolution.
+with the scan of :func:`ssm_kernels.mamba3_chunk_scan`, of rank one or, with ``is_mimo``, of ``mimo_rank``, and
+:math:`\phi(a) = 1 + a` for :math:`a \ge 0`, else :math:`1 / (1 - a)`, or softplus. Source: Lahoti et al., *Mamba-3* (2026). The
+layer has no convolution.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ def _heavy_tail(a: Tensor) -> Tensor:
 
 @names_layer
 class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
-    """The Mamba-3 mixer of rank one (SISO), a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
+    """The Mamba-3 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
     Positional arguments, parameters (names, shapes, order), ``forward``, ``step``, ``allocate_inference_cache`` and
     ``inference_params`` match ``mamba_ssm``'s ``Mamba3``; checkpoints load in both directions.
 
-    With ``d_inner = expand * d_model``, ``nheads = d_inner / headdim`` and S angles (``d_state / 4``, or ``d_state / 2`` with
-    ``rope_fraction=1``), parameters: ``dt_bias`` and ``D`` (nheads,), ``B_bias`` and ``C_bias`` (nheads, 1, d_state),
-    ``in_proj.weight`` (2 d_inner + 2 ngroups d_state + 3 nheads + S, d_model), ``B_norm.weight`` and ``C_norm.weight``
-    (d_state,), ``out_proj.weight`` (d_model, d_inner); with ``is_outproj_norm`` also ``norm.weight`` (d_inner,).
+    With ``d_inner = expand * d_model``, ``nheads = d_inner / headdim``, R ranks (``mimo_rank`` with ``is_mimo``, else one) and
+    S angles (``d_state / 4``, or ``d_state / 2`` with ``rope_fraction=1``), parameters: ``dt_bias`` and ``D`` (nheads,),
+    ``B_bias`` and ``C_bias`` (nheads, R, d_state), ``in_proj.weight`` (2 d_inner + 2 R ngroups d_state + 3 nheads + S,
+    d_model), ``B_norm.weight`` and ``C_norm.weight`` (d_state,), ``out_proj.weight`` (d_model, d_inner); with ``is_mimo`` also
+    ``mimo_x``, ``mimo_z`` and ``mimo_o`` (nheads, R, headdim), and with ``is_outproj_norm`` ``norm.weight`` (d_inner,).
 
     Args:
         d_model: channels of input and output.
@@ -76,21 +78,22 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
         dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
         A_floor: smallest -A.
         is_outproj_norm: normalize each head's output before the gate.
-        is_mimo: must be False: ranks above one are not supported.
-        mimo_rank: of ``is_mimo``; ignored.
+        is_mimo: B and C have ``mimo_rank`` rows a step (MIMO). Such a layer rotates pairs (i, i + d_state / 2) of columns,
+            others (2 i, 2 i + 1), as ``mamba_ssm``'s.
+        mimo_rank: the ranks with ``is_mimo``; else ignored.
         fuse_pregate_headwise_norm: ignored.
-        chunk_size: a hint for the scan; ``None`` leaves the choice to it.
+        chunk_size: a hint for the scan; ``None`` leaves the choice to it, and so does ``is_mimo``.
         dropout: ignored.
         layer_idx: key of this layer in the cache of ``inference_params``.
         n_layer: ignored.
         device: where the parameters are made.
-        dtype: dtype of the layer. ``dt_bias``, ``B_bias``, ``C_bias`` and ``D`` are float32 (float64 in a float64 layer).
+        dtype: dtype of the layer. ``dt_bias``, ``B_bias``, ``C_bias`` ``D`` and ``mimo_*`` are float32 (float64
+            in a float64 layer).
         A_activation: ``"heavy_tail"``, mamba_ssm's since June 2026, or ``"softplus"``, its earlier one and that of
             flash-linear-attention. Checkpoints do not record it, and one of the other is another function.
 
     Raises:
         ValueError: an argument is not as above.
-        NotImplementedError: ``is_mimo`` is True.
         TypeError: an argument is of another type.
 
     Examples:
@@ -151,15 +154,16 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
         check_not_negative(layer, "dropout", dropout)
         check_choice(layer, "A_activation", A_activation, ("heavy_tail", "softplus"))
         check_dtype(layer, dtype)
-        if is_mimo:
-            raise NotImplementedError(f"{layer}: expected is_mimo False: ranks above one (MIMO) are not supported")
+        if is_mimo and d_state % 2:
+            raise ValueError(f"{layer}: expected an even d_state with is_mimo, got {d_state}")
         if rope_fraction not in (0.5, 1.0):
             raise ValueError(f"{layer}: expected rope_fraction 0.5 or 1.0, got {rope_fraction}")
         self.d_model, self.d_state, self.expand = d_model, d_state, expand
         self.d_inner = expanded(layer, expand, d_model)
         self.headdim, self.num_bc_heads, self.layer_idx = headdim, ngroups, layer_idx
         self.dt_min, self.dt_max, self.dt_init_floor, self.A_floor = dt_min, dt_max, dt_init_floor, A_floor
-        self.is_outproj_norm, self.is_mimo, self.mimo_rank = is_outproj_norm, is_mimo, 1
+        self.is_outproj_norm, self.is_mimo = is_outproj_norm, is_mimo
+        self.mimo_rank = mimo_rank if is_mimo else 1
         self.chunk_size, self.A_activation = chunk_size, A_activation
         self.num_rope_angles = int(d_state * rope_fraction) // 2
         if self.d_inner % headdim:
@@ -171,14 +175,20 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             raise ValueError(f"{layer}: expected d_state * rope_fraction of at least 2, got {d_state} * {rope_fraction}")
 
         # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
-        self._sizes = [self.d_inner] * 2 + [ngroups * d_state] * 2 + [self.nheads] * 3 + [self.num_rope_angles]
+        matrix = self.mimo_rank * ngroups * d_state
+        self._sizes = [self.d_inner] * 2 + [matrix] * 2 + [self.nheads] * 3 + [self.num_rope_angles]
         self.in_proj = linear(d_model, sum(self._sizes), False, device, dtype)
         wide = wide_dtype(self.in_proj.weight.dtype)
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
-        self.B_bias = nn.Parameter(torch.empty(self.nheads, 1, d_state, device=device, dtype=wide))
-        self.C_bias = nn.Parameter(torch.empty(self.nheads, 1, d_state, device=device, dtype=wide))
+        self.B_bias = nn.Parameter(torch.empty(self.nheads, self.mimo_rank, d_state, device=device, dtype=wide))
+        self.C_bias = nn.Parameter(torch.empty(self.nheads, self.mimo_rank, d_state, device=device, dtype=wide))
         self.B_norm = GatedRMSNorm(d_state, device=device, dtype=dtype)
         self.C_norm = GatedRMSNorm(d_state, device=device, dtype=dtype)
+        if is_mimo:
+            of_ranks = (self.nheads, self.mimo_rank, headdim)
+            self.mimo_x = nn.Parameter(torch.empty(of_ranks, device=device, dtype=wide))
+            self.mimo_z = nn.Parameter(torch.empty(of_ranks, device=device, dtype=wide))
+            self.mimo_o = nn.Parameter(torch.empty(of_ranks, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", *(parameter for _, parameter in own_no_decay(self)))
         self.reset_parameters()
@@ -188,10 +198,14 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_bias``, ``B_bias``, ``C_bias`` and ``D``; the submodules have their own ``reset_parameters``."""
+        """Initializes the layer's own parameters; the submodules have their own ``reset_parameters``."""
         init_dt_bias(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         for parameter in (self.B_bias, self.C_bias, self.D):
             parameter.fill_(1)
+        if self.is_mimo:
+            self.mimo_z.fill_(1)
+            for parameter in (self.mimo_x, self.mimo_o):
+                parameter.fill_(1 / self.mimo_rank)
 
     def forward(
         self,
@@ -265,7 +279,7 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             u: (batch, d_model) or (batch, 1, d_model).
             angle_state: (batch, nheads, angles), float32 or float64, modified in place, as are the other states.
             ssm_state: (batch, nheads, headdim, d_state).
-            k_state: (batch, 1, nheads, d_state).
+            k_state: (batch, R, nheads, d_state).
             v_state: (batch, nheads, headdim), dtype of the layer.
 
         Returns:
@@ -283,9 +297,9 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             out, *states = self.step(u[:, 0], angle_state, ssm_state, k_state, v_state)
             return out[:, None], states[0], states[1], states[2], states[3]
         check_shape(layer, "u", u, "(batch, d_model)", (None, self.d_model))
-        check_shape(layer, "k_state", k_state, "(batch, 1, nheads, d_state)", (None, 1, self.nheads, self.d_state))
+        check_shape(layer, "k_state", k_state, *self._shape_of_k())
         z, *tensors = self._project(u)
-        y = mamba3_state_update(angle_state, ssm_state, k_state[:, 0], v_state, *tensors, **self._options(z))
+        y = mamba3_state_update(angle_state, ssm_state, self._k_of_operators(k_state), v_state, *tensors, **self._options(z))
         return self.out_proj(y.flatten(-2)), angle_state, ssm_state, k_state, v_state
 
     def allocate_inference_cache(
@@ -313,15 +327,25 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
         return (
             torch.zeros(*shape, self.num_rope_angles, device=weight.device, dtype=torch.float64),
             torch.zeros(*shape, self.headdim, self.d_state, **wide),
-            torch.zeros(batch_size, 1, self.nheads, self.d_state, **wide),
+            torch.zeros(batch_size, self.mimo_rank, self.nheads, self.d_state, **wide),
             torch.zeros(*shape, self.headdim, device=weight.device, dtype=weight.dtype if dtype is None else dtype),
         )
 
     def extra_repr(self) -> str:
         return (
             f"d_model={self.d_model}, d_state={self.d_state}, nheads={self.nheads}, headdim={self.headdim}, "
-            f"ngroups={self.num_bc_heads}, A_activation={self.A_activation!r}"
+            f"ngroups={self.num_bc_heads}, "
+            + (f"mimo_rank={self.mimo_rank}, " if self.is_mimo else "")
+            + f"A_activation={self.A_activation!r}"
         )
+
+    def _k_of_operators(self, k: Tensor) -> Tensor:
+        """The state k as the operators have it: (batch, nheads, d_state), or with ranks (batch, nheads, R, d_state); a view."""
+        return k.transpose(1, 2) if self.is_mimo else k[:, 0]
+
+    def _shape_of_k(self) -> tuple[str, tuple[int | None, ...]]:
+        axes = "(batch, mimo_rank, nheads, d_state)" if self.is_mimo else "(batch, 1, nheads, d_state)"
+        return axes, (None, self.mimo_rank, self.nheads, self.d_state)
 
     def _mix(
         self, u: Tensor, states: States | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, needs_last: bool
@@ -331,10 +355,10 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             angle, ssm, k, v = states
             x = tensors[0]
             wide = wide_dtype(x.dtype)
-            states = (angle.to(wide), ssm.to(wide), k[:, 0].to(wide), v.to(x.dtype))
+            states = (angle.to(wide), ssm.to(wide), self._k_of_operators(k).to(wide), v.to(x.dtype))
         results = self.operators.mamba3_chunk_scan(
             *tensors,
-            chunk_size=self.chunk_size,
+            chunk_size=None if self.is_mimo else self.chunk_size,
             initial_states=states,
             return_final_states=needs_last,
             seq_idx=seq_idx,
@@ -342,12 +366,16 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             **self._options(z),
         )
         y, last = results if needs_last else (results, None)
-        return self.out_proj(y.flatten(-2)), None if last is None else (last.angle, last.ssm, last.k[:, None], last.x)
+        y = self.out_proj(y.flatten(-2))
+        if last is None:
+            return y, None
+        return y, (last.angle, last.ssm, last.k.transpose(1, 2) if self.is_mimo else last.k[:, None], last.x)
 
     def _project(self, u: Tensor) -> list[Tensor]:
         """The gate, and the tensors of the scan's steps in the order of its arguments."""
         z, x, B, C, dt, a, trap, angles = self.in_proj(u).split(self._sizes, dim=-1)
-        of_heads, of_groups = (self.nheads, self.headdim), (self.num_bc_heads, self.d_state)
+        of_heads, of_ranks = (self.nheads, self.headdim), (self.mimo_rank,) if self.is_mimo else ()
+        of_groups = (*of_ranks, self.num_bc_heads, self.d_state)
         wide = wide_dtype(x.dtype)
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         a = a.to(wide)
@@ -358,11 +386,14 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
     def _options(self, z: Tensor) -> dict[str, Any]:
         wide = wide_dtype(z.dtype)
         options: dict[str, Any] = {
-            "B_bias": self.B_bias[:, 0].to(wide),
-            "C_bias": self.C_bias[:, 0].to(wide),
+            "B_bias": (self.B_bias if self.is_mimo else self.B_bias[:, 0]).to(wide),
+            "C_bias": (self.C_bias if self.is_mimo else self.C_bias[:, 0]).to(wide),
             "D": self.D.to(wide),
             "z": z,
         }
+        if self.is_mimo:
+            options |= {"mimo_x": self.mimo_x.to(wide), "mimo_z": self.mimo_z.to(wide), "mimo_out": self.mimo_o.to(wide)}
+            options["rotate"] = "halves"
         if self.is_outproj_norm:
             options["norm_weight"] = self.norm.weight.to(wide).unflatten(0, (self.nheads, self.headdim))
             options["norm_eps"] = self.norm.eps
@@ -377,13 +408,13 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             (
                 "(batch, nheads, angles)",
                 "(batch, nheads, headdim, d_state)",
-                "(batch, 1, nheads, d_state)",
+                self._shape_of_k()[0],
                 "(batch, nheads, headdim)",
             ),
             (
                 (self.nheads, self.num_rope_angles),
                 (self.nheads, self.headdim, self.d_state),
-                (1, self.nheads, self.d_state),
+                (self.mimo_rank, self.nheads, self.d_state),
                 (self.nheads, self.headdim),
             ),
             strict=True,

@@ -118,6 +118,8 @@ def make_layer(**options: Any) -> torch.nn.Module:
 def check_layer(mesh: Mesh) -> None:
     x, cu_seqlens = generator(mesh, 0)(2, SEQLEN, 8), cu_seqlens_of(mesh)
     compare_layer(mesh, make_layer(), lambda layer, cut: layer(cut(x, 1)), "Mamba3")
+    of_ranks = make_layer(is_mimo=True, mimo_rank=2, is_outproj_norm=True)
+    compare_layer(mesh, of_ranks, lambda layer, cut: layer(cut(x, 1)), "Mamba3 of ranks")
     normed = make_layer(is_outproj_norm=True, rope_fraction=1.0, A_activation="softplus")
     compare_layer(mesh, normed, lambda layer, cut: layer(cut(x, 1)), "Mamba3 with norm")
     compare_layer(mesh, make_layer(), lambda layer, cut: layer(cut(x[:1], 1), cu_seqlens=cu_seqlens), "Mamba3, cu_seqlens")

@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "norm": {"is_outproj_norm": True, "rope_fraction": 1.0},
     "softplus": {"A_activation": "softplus", "ngroups": 2},
+    "mimo": {"is_mimo": True, "mimo_rank": 3, "ngroups": 2},
+    "mimo_norm": {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -40,14 +42,17 @@ def make_layer(variant: str = "default", device: str = "cpu", dtype: torch.dtype
 def plain(layer: Any, u: Tensor, p: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
     """The formula, with the reference's loop over time."""
     p = dict(layer.named_parameters()) if p is None else p
-    heads, state, groups = layer.nheads, layer.d_state, layer.num_bc_heads
-    sizes = [layer.d_inner, layer.d_inner, groups * state, groups * state, heads, heads, heads, layer.num_rope_angles]
+    heads, state, groups, ranks = layer.nheads, layer.d_state, layer.num_bc_heads, layer.mimo_rank
+    matrix = ranks * groups * state
+    sizes = [layer.d_inner, layer.d_inner, matrix, matrix, heads, heads, heads, layer.num_rope_angles]
     z, x, B, C, dt, a, trap, angles = (u @ p["in_proj.weight"].T).split(sizes, dim=-1)
     B, C = (
-        F.rms_norm(rows.unflatten(-1, (groups, state)), (state,), p[name], 1e-5)
+        F.rms_norm(rows.unflatten(-1, (ranks, groups, state)), (state,), p[name], 1e-5)
         for rows, name in ((B, "B_norm.weight"), (C, "C_norm.weight"))
     )
     a = F.softplus(a) if layer.A_activation == "softplus" else torch.where(a >= 0, 1 + a, 1 / (1 - torch.minimum(a, 0 * a)))
+    if layer.is_mimo:
+        options |= {"rotate": "halves", "mimo_x": p["mimo_x"], "mimo_z": p["mimo_z"], "mimo_out": p["mimo_o"]}
     y = reference.mamba3_chunk_scan(
         x.unflatten(-1, (heads, -1)),
         F.softplus(dt + p["dt_bias"]),
@@ -56,8 +61,8 @@ def plain(layer: Any, u: Tensor, p: dict[str, Tensor] | None = None, **options: 
         C,
         trap,
         angles,
-        B_bias=p["B_bias"][:, 0],
-        C_bias=p["C_bias"][:, 0],
+        B_bias=p["B_bias"],
+        C_bias=p["C_bias"],
         D=p["D"],
         z=z.unflatten(-1, (heads, -1)),
         norm_weight=p["norm.weight"].unflatten(0, (heads, -1)) if layer.is_outproj_norm else None,
@@ -90,6 +95,13 @@ def test_state_dict_is_that_of_mamba_ssm():
         "norm.weight": (512,),
         "out_proj.weight": (256, 512),
     }
+    # In mamba_ssm's order of creation too, which is that of optimizer states.
+    layer = nn.Mamba3(256, ngroups=2, is_mimo=True, mimo_rank=4)
+    names = "dt_bias B_bias C_bias mimo_x mimo_z mimo_o D in_proj.weight B_norm.weight C_norm.weight out_proj.weight"
+    assert [*layer.state_dict()] == names.split()
+    assert layer.in_proj.weight.shape == (2 * 512 + 2 * 4 * 2 * 128 + 3 * 8 + 32, 256)
+    assert layer.B_bias.shape == (8, 4, 128) and layer.mimo_x.shape == layer.mimo_o.shape == (8, 4, 64)
+    assert layer.mimo_x.eq(0.25).all() and layer.mimo_z.eq(1).all() and layer.mimo_o.eq(0.25).all()
     assert nn.Mamba3(64, rope_fraction=1.0).num_rope_angles == 64
     assert nn.Mamba3(64, dtype=torch.bfloat16).B_bias.dtype == torch.float32
 
@@ -153,7 +165,7 @@ def test_prefill_and_decoding(variant, splits, device):
             outputs.append(layer(u[:, begin:end], inference_params=cache))
     assert_all_close(torch.cat(outputs, 1), expected, 1e-9, 1e-11)
     shapes = [tuple(state.shape) for state in cache.key_value_memory_dict[0]]
-    assert shapes == [(2, 4, layer.num_rope_angles), (2, 4, 6, 8), (2, 1, 4, 8), (2, 4, 6)]
+    assert shapes == [(2, 4, layer.num_rope_angles), (2, 4, 6, 8), (2, layer.mimo_rank, 4, 8), (2, 4, 6)]
 
 
 def test_step_takes_tokens_with_and_without_time(device):
@@ -201,7 +213,8 @@ def test_packed_prompts_fill_a_cache(device):
 
 def test_bad_arguments():
     for options, error, message in (
-        ({"is_mimo": True}, NotImplementedError, "Mamba3: expected is_mimo False"),
+        ({"is_mimo": True, "mimo_rank": 0}, ValueError, "Mamba3: expected mimo_rank"),
+        ({"is_mimo": True, "d_state": 15}, ValueError, "Mamba3: expected an even d_state with is_mimo, got 15"),
         ({"rope_fraction": 0.25}, ValueError, "Mamba3: expected rope_fraction 0.5 or 1.0, got 0.25"),
         ({"headdim": 7}, ValueError, "Mamba3: expected a headdim that divides d_inner = 128, got 7"),
         ({"ngroups": 3}, ValueError, "Mamba3: expected ngroups to divide nheads = 2, got 3"),
@@ -219,15 +232,17 @@ def test_bad_arguments():
         layer(torch.zeros(1, 2, 64), torch.zeros(1, 2, dtype=torch.int32), inference_params=make_cache())
 
 
-def make_model(device: str = "cpu") -> MambaLM:
+def make_model(device: str = "cpu", **options: Any) -> MambaLM:
     torch.manual_seed(0)
-    config = MambaConfig(d_model=16, n_layer=2, vocab_size=11, mixer="Mamba3", ssm_cfg={"headdim": 8, "d_state": 8})
+    ssm_cfg = {"headdim": 8, "d_state": 8} | options
+    config = MambaConfig(d_model=16, n_layer=2, vocab_size=11, mixer="Mamba3", ssm_cfg=ssm_cfg)
     return MambaLM(config, {"initializer_range": 1.0}, dtype=torch.float64).to(device)
 
 
-def test_language_model(device, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"is_mimo": True, "mimo_rank": 2}], ids=str)
+def test_language_model(options, device, tmp_path):
     """Generation is greedy decoding of whole sequences, padded and packed batches are separate, checkpoints load."""
-    model = make_model(device)
+    model = make_model(device, **options)
     assert type(model.backbone.layers[1].mixer) is nn.Mamba3
     tokens = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(1)).to(device)
     expected = tokens
