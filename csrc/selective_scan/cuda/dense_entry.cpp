@@ -13,26 +13,17 @@
 #include <limits>
 
 #include "common/integers.h"
-#include "cuda/device.h"
+#include "selective_scan/cuda/call.h"
 #include "selective_scan/cuda/dense_launch.h"
 #include "selective_scan/dense_op.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
-#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::selective_scan::dense {
 namespace {
 
 // Blocks that rows are divided into. More would leave more sums of rows.
 constexpr int64_t kBlocks = 2048;
-
-PackedRows packed_rows(const Inputs& in) {
-  TORCH_CHECK(
-      !is_present(in.seq_idx) || !cuda::is_capturing(),
-      "selective_scan: expected no seq_idx while a CUDA graph is captured: the host has to know the number of sequences; "
-      "cu_seqlens can be captured");
-  return make_packed_rows(in);
-}
 
 at::Tensor reduce_matrices(const at::Tensor& A) {
   ReduceParams params;
@@ -63,9 +54,7 @@ DenseParams plan(const DenseInputs& in, Discretization method, const SelectiveSc
 FwdOutputs fwd_cuda(const DenseFwdInputs& in) {
   const Discretization method = check_dense_inputs(in);
   const c10::cuda::CUDAGuard guard(in.u.device());
-  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
-    check_cu_seqlens_values("selective_scan", in.cu_seqlens->cpu(), in.u.size(2));
-  }
+  check_cu_seqlens(in);
   const PackedRows rows = packed_rows(in);
   FwdOutputs outputs = allocate_fwd(in);
   const SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);

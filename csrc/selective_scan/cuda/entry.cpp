@@ -17,13 +17,13 @@
 #include <optional>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "cuda/span_decay.h"
-#include "selective_scan/cuda/complex_launch.h"
+#include "selective_scan/cuda/call.h"
+#include "selective_scan/cuda/complex_entry.h"
 #include "selective_scan/cuda/plan.h"
 #include "selective_scan/cuda/segment_maps.h"
 #include "selective_scan/cuda/summary.h"
@@ -39,14 +39,6 @@
 namespace ssm_kernels::selective_scan {
 namespace {
 
-DeviceLimits limits_of(const at::Tensor& tensor) {
-  const cudaDeviceProp& properties = cuda::device_properties(tensor.get_device());
-  return {
-      properties.multiProcessorCount,
-      std::min(static_cast<int64_t>(properties.sharedMemPerBlockOptin), debug_option(DebugOption::kSelectiveScanSharedBytes)),
-      static_cast<int64_t>(properties.sharedMemPerMultiprocessor), static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
-}
-
 KernelChoice preferred_kernel() { return static_cast<KernelChoice>(debug_option(DebugOption::kSelectiveScanKernel)); }
 
 void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
@@ -57,30 +49,6 @@ void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimi
               plan.shared_bytes, " bytes of shared memory per block for ", dtype_name(dtype), " and dstate = ", p.dstate,
               ", got one with ", device.shared_bytes_per_block);
 }
-
-// One allocation for several arrays.
-class Workspace {
- public:
-  // Reserves memory for `count` values; its address is in `*place` once allocated.
-  void reserve(void** place, int64_t count) {
-    if (count == 0) return;
-    places_.emplace_back(place, count_);
-    count_ += round_up(count, kVectorBytes);
-  }
-
-  void allocate(const at::TensorOptions& options) {
-    if (count_ == 0) return;
-    memory_ = empty_tensor({count_}, options);
-    for (const auto& [place, first] : places_) {
-      *place = static_cast<char*>(memory_.data_ptr()) + first * static_cast<int64_t>(memory_.element_size());
-    }
-  }
-
- private:
-  at::Tensor memory_;
-  std::vector<std::pair<void**, int64_t>> places_;
-  int64_t count_ = 0;
-};
 
 // Memory for the maps that segments publish for the segments after them.
 void reserve_carries(Workspace& workspace, ChannelPartition& partition, const SelectiveScanParams& p) {
@@ -233,14 +201,6 @@ void reuse_chunk_states(PartialSums& sums, const ChannelPartition& partition, co
   if (is_needed(span.grad_C)) sums.grad_C = memory + span.dstate * kPartialSumSteps;
 }
 
-PackedRows packed_rows(const Inputs& in) {
-  TORCH_CHECK(
-      !is_present(in.seq_idx) || !cuda::is_capturing(),
-      "selective_scan: expected no seq_idx while a CUDA graph is captured: the host has to know the number of sequences; "
-      "cu_seqlens can be captured");
-  return make_packed_rows(in);
-}
-
 // A reverse scan moves rows of steps in vectors if they end at multiples of kVectorBytes. Replaces sequences whose rows could
 // end there, but do not, by copies: a call then takes the kernels of its aligned copy, and has its bits.
 void align_reverse_rows(Inputs& in) {
@@ -264,9 +224,7 @@ template <typename Launch>
 FwdOutputs run_fwd(Inputs in, Discretization method, KernelChoice choice, const Launch& launch) {
   const c10::cuda::CUDAGuard guard(in.u.device());
   align_reverse_rows(in);
-  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
-    check_cu_seqlens_values("selective_scan", in.cu_seqlens->cpu(), in.u.size(2));
-  }
+  check_cu_seqlens(in);
   const PackedRows rows = packed_rows(in);
   FwdOutputs outputs = allocate_fwd(in);
   SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
@@ -312,32 +270,10 @@ Params with_method(Params params, Discretization method) {
   return params;
 }
 
-void check_complex_blocks(const SelectiveScanParams& p) {
-  TORCH_CHECK(p.rows * p.dim <= std::numeric_limits<int32_t>::max(),
-              "selective_scan: the problem is too large: expected up to 2^31 channels of all rows with a complex A, got ",
-              p.rows, p.is_packed() ? " sequences" : " batch rows", " and dim = ", p.dim);
-}
-
-FwdOutputs run_complex_fwd(const TwoSampleFwdInputs& in, Discretization method, const TwoSampleParams& two) {
-  const c10::cuda::CUDAGuard guard(in.u.device());
-  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
-    check_cu_seqlens_values("selective_scan", in.cu_seqlens->cpu(), in.u.size(2));
-  }
-  const PackedRows rows = packed_rows(in);
-  FwdOutputs outputs = allocate_fwd(in);
-  const SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
-  if (params.rows == 0 || params.dim == 0) return outputs;
-  check_complex_blocks(params);
-  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
-    return launch_complex_fwd<decltype(scalar)>(params, two, c10::cuda::getCurrentCUDAStream());
-  }));
-  return outputs;
-}
-
 FwdOutputs two_sample_fwd_cuda(const TwoSampleFwdInputs& in) {
   const Discretization method = check_two_sample_inputs(in);
   const TwoSampleParams two = make_two_sample_params(in);
-  if (in.is_complex) return run_complex_fwd(in, method, two);
+  if (in.is_complex) return complex_fwd_cuda(in, method, two);
   if (has_separate_step(in)) {
     return run_fwd(in, kPlannedMethod, KernelChoice::kWarpScan,
                    [&](auto scalar, const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream) {
@@ -427,59 +363,12 @@ GradTensors bwd_cuda(const BwdInputs& inputs) {
   return grads;
 }
 
-// Backward of complex states, into the gradients of bwd.
-void run_complex_bwd(const TwoSampleBwd& bwd, const TwoSampleInputs& in, Discretization method, const TwoSampleParams& two) {
-  const c10::cuda::CUDAGuard guard(in.u.device());
-  const at::Tensor states = bwd.scan.chunk_states.contiguous();
-  const PackedRows rows = packed_rows(bwd.scan.in);
-  const GradTensors grads = bwd.of_scan();
-  const SelectiveScanBwdParams params = make_bwd_params(bwd.scan, method, rows, states, grads);
-  if (params.dim == 0) {
-    grads[kGradB].zero_();
-    grads[kGradC].zero_();
-    return;
-  }
-  check_complex_blocks(params);
-  const int64_t shared_bytes = limits_of(in.u).shared_bytes_per_block;
-  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    const ComplexBlocks blocks = complex_bwd_blocks<Scalar>(params, shared_bytes);
-    const int64_t of_states = params.rows * params.dim * params.dstate, of_channels = params.rows * params.dim;
-    const int64_t steps = ceil_div(params.seqlen, int64_t(kPartialSumSteps)) * kPartialSumSteps;
-    PartialSums partial;
-    partial.tiles = blocks.tiles;
-    partial.chunk_stride = kPartialSumSteps;
-    partial.state_stride = steps;
-    partial.tile_stride = params.dstate * steps;
-    partial.batch_stride = blocks.tiles * partial.tile_stride;
-    ComplexWorkspace complex;
-    Workspace workspace;
-    workspace.reserve(&complex.adjoint, of_states);
-    if (is_two_sample(method)) workspace.reserve(&complex.previous, of_states);
-    if (blocks.passes > 1) workspace.reserve(&complex.sums, 4 * params.batch * params.dim * params.seqlen);
-    if (params.grad_A != nullptr) workspace.reserve(&partial.grad_A, of_states);
-    const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
-      if (grad.per_step) {
-        workspace.reserve(per_step, params.batch * partial.batch_stride);
-      } else if (grad.data != nullptr) {
-        workspace.reserve(constant, of_states);
-      }
-    };
-    reserve_matrix(params.grad_B, &partial.grad_B, &partial.grad_constant_B);
-    reserve_matrix(params.grad_C, &partial.grad_C, &partial.grad_constant_C);
-    if (params.grad_D != nullptr) workspace.reserve(&partial.grad_D, of_channels);
-    if (params.grad_delta_bias != nullptr) workspace.reserve(&partial.grad_delta_bias, of_channels);
-    workspace.allocate(in.A.options());
-    return launch_complex_bwd<Scalar>(params, two, partial, complex, shared_bytes, c10::cuda::getCurrentCUDAStream());
-  }));
-}
-
 TwoSampleGrads two_sample_bwd_cuda(const TwoSampleBwdInputs& inputs) {
   TwoSampleBwdInputs in = inputs;
   const Discretization method = check_two_sample_inputs(in.in);
   if (in.in.is_complex) {
     TwoSampleBwd bwd(in);
-    run_complex_bwd(bwd, in.in, method, make_two_sample_params(in.in, bwd));
+    complex_bwd_cuda(bwd, in.in, method, make_two_sample_params(in.in, bwd));
     return std::move(bwd).finish(in.in);
   }
   const bool is_separate = has_separate_step(in.in);
