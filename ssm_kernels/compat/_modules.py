@@ -101,6 +101,9 @@ MODULES: dict[str, dict[str, Any]] = {
         "MambaChunkScanCombinedFn": autograd_functions.MambaChunkScanCombinedFn,
         "MambaSplitConv1dScanCombinedFn": autograd_functions.MambaSplitConv1dScanCombinedFn,
     },
+    "mamba_ssm.ops.tilelang": {},
+    "mamba_ssm.ops.tilelang.mamba3": {},
+    "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo": {"mamba3_mimo": mamba3.mamba3_mimo},
     "mamba_ssm.ops.triton.mamba3": {},
     "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined": {"mamba3_siso_combined": mamba3.mamba3_siso_combined},
     "mamba_ssm.ops.triton.layernorm_gated": {

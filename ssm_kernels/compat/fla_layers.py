@@ -21,7 +21,7 @@ _OF_CONFIG = (
 
 
 class Mamba3(OwnMamba3):
-    """FLA's Mamba-3 of rank one: :class:`ssm_kernels.nn.Mamba3` with ``A_activation="softplus"`` and FLA's names.
+    """FLA's Mamba-3: :class:`ssm_kernels.nn.Mamba3` with ``A_activation="softplus"`` and FLA's names.
 
     Positional arguments, parameters (names and shapes, so that checkpoints load in both directions), ``forward`` and the cache
     are FLA's. FLA's layer needs CUDA, and for cached steps ``nvidia-cutlass-dsl`` and ``quack-kernels``; this one does not. It
@@ -34,8 +34,7 @@ class Mamba3(OwnMamba3):
         head_dim: ``headdim``.
         n_groups: ``ngroups``.
         rope_fraction, dt_min, dt_max, dt_init_floor, A_floor, is_outproj_norm: as there.
-        is_mimo: not supported.
-        mimo_rank: without effect.
+        is_mimo, mimo_rank: as there.
         chunk_size: as there.
         use_bias: whether ``in_proj`` and ``out_proj`` have a bias.
         norm_eps: of all norms.
@@ -43,7 +42,6 @@ class Mamba3(OwnMamba3):
         device, dtype: as there.
 
     Raises:
-        NotImplementedError: ``is_mimo`` is True.
         ValueError, TypeError: as :class:`ssm_kernels.nn.Mamba3`.
 
     Examples:
@@ -77,10 +75,8 @@ class Mamba3(OwnMamba3):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_bools("Mamba3", is_mimo=is_mimo, use_bias=use_bias)
+        check_bools("Mamba3", use_bias=use_bias)
         check_not_negative("Mamba3", "norm_eps", norm_eps)
-        if is_mimo:
-            raise NotImplementedError("Mamba3: expected is_mimo False: ranks above one (MIMO) are not supported")
         super().__init__(
             hidden_size,
             state_size,
@@ -93,6 +89,8 @@ class Mamba3(OwnMamba3):
             dt_init_floor,
             A_floor,
             is_outproj_norm,
+            is_mimo,
+            mimo_rank,
             chunk_size=chunk_size,
             layer_idx=layer_idx,
             device=device,

@@ -1,4 +1,4 @@
-"""``mamba_ssm``'s function of Mamba-3 of rank one: its signature and results, our kernels."""
+"""``mamba_ssm``'s functions of Mamba-3, of rank one and of higher rank: their signatures and results, our kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._dtypes import cast, wide_dtype
 from ._errors import check_given, peer_arguments
 from ._promotion import common_dtype, no_autocast
 
-__all__ = ["mamba3_siso_combined"]
+__all__ = ["mamba3_mimo", "mamba3_siso_combined"]
 
 
 @peer_arguments(x="V", B="K", C="Q", dt="DT", A="ADT", trap="Trap", angles="Angles", B_bias="K_bias", C_bias="Q_bias", z="Z")
@@ -104,3 +104,137 @@ def mamba3_siso_combined(
     if not return_final_states:
         return out
     return out, torch.remainder(angle, 2 * torch.pi), ssm, k.to(K.dtype), v.to(V.dtype)
+
+
+@peer_arguments(
+    x="V",
+    B="K",
+    C="Q",
+    dt="DT",
+    A="ADT",
+    trap="Trap",
+    angles="Angles",
+    B_bias="K_bias",
+    C_bias="Q_bias",
+    z="Z",
+    mimo_x="MIMO_V",
+    mimo_z="MIMO_Z",
+    mimo_out="MIMO_Out",
+)
+def mamba3_mimo(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    MIMO_V: Tensor,
+    MIMO_Z: Tensor | None,
+    MIMO_Out: Tensor | None,
+    Angles: Tensor,
+    D: Tensor | None,
+    Z: Tensor | None,
+    chunk_size: int | None,
+    rotary_dim_divisor: int,
+    dtype: torch.dtype | None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """The scan of Mamba-3 of any rank: :func:`ssm_kernels.mamba3_chunk_scan` with ranks and ``"halves"``, in any mix of dtypes.
+
+    ``ADT`` is ``A`` times ``DT``: its gradient is that of the product, and ``DT`` has none through the decay.
+
+    Args:
+        Q: (batch, seqlen, ranks, groups, dstate), ``C`` of :func:`ssm_kernels.mamba3_chunk_scan`.
+        K: likewise, ``B``.
+        V: (batch, seqlen, heads, headdim), ``x``.
+        ADT: (batch, heads, seqlen), ``A * dt``.
+        DT: (batch, heads, seqlen), ``dt``.
+        Trap: (batch, heads, seqlen), ``trap``.
+        Q_bias: (heads, ranks, dstate), ``C_bias``.
+        K_bias: likewise, ``B_bias``.
+        MIMO_V: (heads, ranks, headdim), ``mimo_x``.
+        MIMO_Z: likewise, ``mimo_z``; without effect if ``Z`` is None.
+        MIMO_Out: likewise, ``mimo_out``. None: the result has an axis of ranks, which is not summed over; it is then computed
+            by a scan for each rank.
+        Angles: (batch, seqlen, heads, angles), ``angles``.
+        D: (heads,).
+        Z: shape of ``V``.
+        chunk_size: a hint.
+        rotary_dim_divisor: ``dstate`` over the columns of ``Angles``.
+        dtype: of the result; that of ``V`` if None.
+        return_state: also return the four states after the last step.
+        cu_seqlens: (sequences + 1,), of packed sequences in a batch of 1. The states have a row for each sequence.
+
+    Returns:
+        ``out``, shape of ``V``, or (batch, seqlen, ranks, heads, headdim) without ``MIMO_Out``; with ``return_state`` then the
+        states (angle, ssm, K, V), in the same tuple: angle from 0 to 2 pi and ssm float32 (float64 with float64 sequences), K,
+        (batch, ranks, heads, dstate), and V of the dtypes of ``K`` and ``V``. Differentiable, states included. Autocast changes
+        nothing.
+
+    Raises:
+        ValueError: ``rotary_dim_divisor`` does not fit ``Angles``, or as :func:`ssm_kernels.mamba3_chunk_scan`.
+        RuntimeError, TypeError: as :func:`ssm_kernels.mamba3_chunk_scan`.
+
+    Examples:
+        >>> import torch
+        >>> from ssm_kernels.compat.mamba3 import mamba3_mimo
+        >>> (Q, K), V = torch.randn(2, 1, 20, 4, 1, 8), torch.randn(1, 20, 2, 4)
+        >>> DT, bias, factor = torch.rand(1, 2, 20), torch.ones(2, 4, 8), torch.ones(2, 4, 4)
+        >>> scan = Q, K, V, -DT, DT, torch.randn(1, 2, 20), bias, bias, factor, factor, factor
+        >>> mamba3_mimo(*scan, torch.randn(1, 20, 2, 2), None, torch.randn(1, 20, 2, 4), 16, 4, None).shape
+        torch.Size([1, 20, 2, 4])
+    """
+    name = "mamba3_mimo"
+    check_given(name, Q=Q, K=K, V=V, ADT=ADT, DT=DT, Trap=Trap, MIMO_V=MIMO_V, Angles=Angles)
+    if K.dim() != 5:
+        axes = "(batch, seqlen, ranks, groups, dstate)"
+        raise ValueError(f"{name}: expected K of shape {axes}, got {[*K.shape]}")
+    if Angles.shape[-1] * rotary_dim_divisor != K.shape[-1]:
+        got = f"{Angles.shape[-1]} columns, rotary_dim_divisor {rotary_dim_divisor} and dstate {K.shape[-1]}"
+        raise ValueError(f"{name}: expected rotary_dim_divisor times the columns of Angles to be dstate, got {got}")
+    kind = common_dtype(name, V=V, Q=Q, K=K, Z=Z)
+    wide = wide_dtype(kind)
+
+    def scan(mimo_out: Tensor | None) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = torch.ops.ssm_kernels._mamba3_chunk_scan(
+            cast(V, kind),
+            *(cast(gate, wide).transpose(1, 2) for gate in (DT, ADT)),
+            cast(K, kind),
+            cast(Q, kind),
+            cast(Trap, wide).transpose(1, 2),
+            cast(Angles, wide),
+            cast(K_bias, wide),
+            cast(Q_bias, wide),
+            cast(D, wide),
+            cast(Z, kind),
+            cast(MIMO_V, wide),
+            None if Z is None else cast(MIMO_Z, wide),
+            cast(mimo_out, wide),
+            None,  # norm_weight
+            *(None, None, None, None),  # of states
+            None,
+            cu_seqlens,
+            0.0,
+            "halves",
+            chunk_size,
+            False,
+            True,
+        )
+        return found
+
+    with no_autocast(V):
+        if MIMO_Out is not None:
+            out, *last = scan(MIMO_Out)
+        else:
+            ranks = MIMO_V.shape[1]
+            units = torch.eye(ranks, dtype=wide, device=V.device)[:, None, :, None].expand(-1, V.shape[2], -1, V.shape[3])
+            each = [scan(unit) for unit in units.contiguous()]
+            out, last = torch.stack([one[0] for one in each], dim=2), [*each[0][1:]]
+    out = out.to(V.dtype if dtype is None else dtype)
+    if not return_state:
+        return out
+    angle, ssm, k, v = last
+    return out, torch.remainder(angle, 2 * torch.pi), ssm, k.transpose(1, 2).to(K.dtype), v.to(V.dtype)

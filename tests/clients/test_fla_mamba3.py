@@ -1,4 +1,5 @@
-"""``compat.fla_layers.Mamba3`` beside flash-linear-attention's layer, whose kernels the reference replaces on the CPU."""
+"""``compat.fla_layers.Mamba3`` beside flash-linear-attention's layer, whose kernels of rank one the reference
+replaces on the CPU, and those of higher rank ``mamba3_mimo``, which is tested against the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 
 from ssm_kernels import reference
 from ssm_kernels.compat.fla_layers import Mamba3
+from ssm_kernels.compat.mamba3 import mamba3_mimo
 
 CLIENT, OPERATOR = "flash-linear-attention", "mamba3_chunk_scan"
 SIZES = {"hidden_size": 16, "state_size": 8, "head_dim": 8, "layer_idx": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "options": {"n_groups": 2, "is_outproj_norm": True, "rope_fraction": 1.0, "use_bias": True, "norm_eps": 0.1},
+    "ranks": {"is_mimo": True, "mimo_rank": 3, "n_groups": 2},
+    "ranks_norm": {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True, "norm_eps": 0.1},
 }
 
 
@@ -49,6 +53,7 @@ def fla():
             "fla.layers.mamba3", "fla.models.cache_utils", "fla.models.mamba3.configuration_mamba3"
         )
         patch.setattr(layers, "mamba3_siso_combined", siso)
+        patch.setattr(layers, "mamba3_mimo_combined", mamba3_mimo)
         yield SimpleNamespace(Mamba3=layers.Mamba3, Cache=cache_utils.Cache, Config=configuration.Mamba3Config)
 
 
@@ -89,8 +94,6 @@ def test_signatures_and_configuration(fla):
     config = fla.Config(hidden_size=16, state_size=8, head_dim=8, is_outproj_norm=True, norm_eps=0.1, use_bias=True)
     layer = Mamba3.of_config(config, layer_idx=3)
     assert layer.layer_idx == 3 and layer.norm.eps == layer.B_norm.eps == 0.1 and layer.in_proj.bias is not None
-    with pytest.raises(NotImplementedError, match=r"^Mamba3: expected is_mimo False"):
-        Mamba3(16, is_mimo=True)
 
 
 @pytest.mark.serves("cached steps", model="Mamba3")

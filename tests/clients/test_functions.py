@@ -493,6 +493,8 @@ POSITIONAL = {
     "rmsnorm_fn": "x weight bias z eps group_size norm_before_gate",
     "layernorm_fn": "x weight bias z eps group_size norm_before_gate is_rms_norm",
     "mamba3_siso_combined": "Q K V ADT DT Trap Q_bias K_bias Angles D Z Input_States chunk_size return_final_states cu_seqlens",
+    "mamba3_mimo": "Q K V ADT DT Trap Q_bias K_bias MIMO_V MIMO_Z MIMO_Out Angles D Z chunk_size rotary_dim_divisor dtype "
+    "return_state cu_seqlens",
     "rms_norm_fn": "x weight bias residual x1 weight1 bias1 eps dropout_p rowscale prenorm residual_in_fp32 "
     "return_dropout_mask",
     "layer_norm_fn": "x weight bias residual x1 weight1 bias1 eps dropout_p rowscale prenorm residual_in_fp32 is_rms_norm "

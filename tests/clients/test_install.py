@@ -196,7 +196,7 @@ def test_a_missing_name_is_named():
 
 # Modules of 2.3.2 and 1.7 that are not served, and names in served modules.
 MISSING_MODULES = {
-    "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.ssd_minimal",
+    "mamba_ssm": "ops.cute utils.determinism modules.ssd_minimal",
     "mamba_ssm.ops.triton": "k_activations softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",
 }
 MISSING_NAMES = {

@@ -1,4 +1,4 @@
-"""mamba_ssm's names of Mamba-3 of rank one, from ssm_kernels.compat: values and gradients of its reference, and generation."""
+"""mamba_ssm's names of Mamba-3, from ssm_kernels.compat: values and gradients of its reference, and generation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 from mamba3_helpers import REFERENCE_SCAN, make_inputs
+from operator_spec import with_gradients
 from torch import Tensor
 
 from ssm_kernels import compat, nn
-from ssm_kernels.compat.mamba3 import mamba3_siso_combined
+from ssm_kernels.compat.mamba3 import mamba3_mimo, mamba3_siso_combined
 
 OPERATOR = "mamba3_chunk_scan"
 
@@ -84,12 +85,38 @@ def test_mixed_dtypes(device):
         mamba3_siso_combined(**peer | {"V": peer["V"][0]})
 
 
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": (0, 3, 12)}, {"sums": False}], ids=str)
+def test_ranks(options, device):
+    """mamba3_mimo: values, the states of each packed sequence, and gradients; without MIMO_Out the outputs of each rank."""
+    sums, sizes = options.get("sums", True), {name: value for name, value in options.items() if name != "sums"}
+    sizes |= {"seqlen": 12, "ranks": 2, "angles_of_heads": True, "initial_states": False, "rotate": "halves", "dstate": 8}
+    inputs = make_inputs(device=device, **sizes)
+    own = with_gradients(inputs)
+    gates = [each.transpose(1, 2) for each in (own["A"] * own["dt"], own["dt"], own["trap"])]
+    factors = own["mimo_x"], own["mimo_z"], own["mimo_out"] if sums else None
+    scan = own["C"], own["B"], own["x"], *gates, own["C_bias"], own["B_bias"], *factors, own["angles"], own["D"], own["z"]
+    out, *last = mamba3_mimo(*scan, 16, 4, None, return_state=True, cu_seqlens=inputs["cu_seqlens"])
+    expected, *wanted = REFERENCE_SCAN(**own, return_final_states=True)
+    wanted[0], wanted[2] = torch.remainder(wanted[0], 2 * math.pi), wanted[2].transpose(1, 2)
+    found = out if sums else (out * own["mimo_out"].transpose(0, 1)).sum(2)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for state, other in zip(last, wanted, strict=True):
+        torch.testing.assert_close(state, other, rtol=1e-10, atol=1e-10)
+    leaves = [value for value in own.values() if isinstance(value, Tensor) and value.requires_grad]
+    gradients = torch.autograd.grad(found.sum() + last[1].sum(), leaves)
+    for actual, exact in zip(gradients, torch.autograd.grad(expected.sum() + wanted[1].sum(), leaves), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match=r"^mamba3_mimo: expected rotary_dim_divisor times the columns of Angles to be dstate"):
+        mamba3_mimo(*scan, 16, 2, None)
+
+
 def test_names_are_served():
     with compat.installed():
         from mamba_ssm import Mamba3
         from mamba_ssm.modules.mamba3 import Mamba3 as of_module
+        from mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo as of_ranks
         from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined as function
-    assert Mamba3 is of_module is nn.Mamba3 and function is mamba3_siso_combined
+    assert Mamba3 is of_module is nn.Mamba3 and function is mamba3_siso_combined and of_ranks is mamba3_mimo
 
 
 def test_a_model_generates():
