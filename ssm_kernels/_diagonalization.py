@@ -32,6 +32,34 @@ class DiagonalSystem(NamedTuple):
     C: Tensor
 
 
+def _check(A: Tensor, B: Tensor, C: Tensor) -> None:
+    for name, tensor in (("A", A), ("B", B), ("C", C)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"diagonalize: expected {name} to be a tensor, got {type(tensor).__name__}")
+        if tensor.is_complex() or (name == "A" and tensor.dtype not in (torch.float32, torch.float64)):
+            expected = "of dtype float32 or float64" if name == "A" else "to be real"
+            raise RuntimeError(f"diagonalize: expected {name} {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if A.dim() != 3 or A.shape[1] != A.shape[2]:
+        raise ValueError(f"diagonalize: expected A of shape (dim, dstate, dstate) or (1, dstate, dstate), got {[*A.shape]}")
+    if not A.isfinite().all():
+        raise ValueError("diagonalize: expected finite A, got NaN or infinity")
+    matrices, dstate = A.shape[:2]
+    for name, tensor in (("B", B), ("C", C)):
+        if tensor.dim() not in (2, 3, 4) or tensor.shape[-1 if tensor.dim() == 2 else -2] != dstate:
+            raise ValueError(
+                f"diagonalize: expected {name} of shape (dim, dstate), (batch, dstate, seqlen) or "
+                f"(batch, groups, dstate, seqlen) with dstate = {dstate}, got {[*tensor.shape]}"
+            )
+        if matrices == 1 or tensor.dim() == 3:
+            continue
+        if tensor.dim() == 2 and tensor.shape[0] != matrices:
+            raise ValueError(
+                f"diagonalize: expected {name} of shape (dim, dstate) = {[matrices, dstate]}, got {[*tensor.shape]}"
+            )
+        if tensor.dim() == 4 and (tensor.shape[1] == 0 or matrices % tensor.shape[1]):
+            raise ValueError(f"diagonalize: expected the groups of {name} to divide dim = {matrices}, got {tensor.shape[1]}")
+
+
 @refuse_script
 def diagonalize(A: Tensor, B: Tensor, C: Tensor, *, max_condition: float = 1e4) -> DiagonalSystem:
     r"""The complex diagonal system with the outputs of a system with matrices ``A``, for every discretization.
@@ -54,7 +82,9 @@ def diagonalize(A: Tensor, B: Tensor, C: Tensor, *, max_condition: float = 1e4) 
         ``A``, or with one matrix their own groups. Computed in complex128, and differentiable.
 
     Raises:
-        ValueError: a shape is not as above, or the condition number is above ``max_condition``.
+        ValueError: a shape is not as above, ``A`` is not finite, or the condition number is above ``max_condition``.
+        RuntimeError: a dtype is not as above.
+        TypeError: an argument is not a tensor.
 
     Examples:
         >>> import torch
@@ -67,14 +97,7 @@ def diagonalize(A: Tensor, B: Tensor, C: Tensor, *, max_condition: float = 1e4) 
         ...
         ValueError: diagonalize: expected eigenvectors with a condition number of at most 10000, got inf for matrix 0
     """
-    if A.dim() != 3 or A.shape[1] != A.shape[2]:
-        raise ValueError(f"diagonalize: expected A of shape (dim, dstate, dstate) or (1, dstate, dstate), got {[*A.shape]}")
-    for name, matrix in (("B", B), ("C", C)):
-        if matrix.dim() not in (2, 3, 4) or matrix.shape[-1 if matrix.dim() == 2 else -2] != A.shape[1]:
-            raise ValueError(
-                f"diagonalize: expected {name} of shape (dim, dstate), (batch, dstate, seqlen) or "
-                f"(batch, groups, dstate, seqlen) with dstate = {A.shape[1]}, got {[*matrix.shape]}"
-            )
+    _check(A, B, C)
     values, vectors = torch.linalg.eig(A.double())
     condition = torch.linalg.cond(vectors.detach())
     # Rounding leaves eigenvectors of a defective matrix at a distance.

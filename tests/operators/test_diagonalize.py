@@ -1,5 +1,7 @@
 """diagonalize: a complex diagonal system with the outputs of one with matrices."""
 
+import math
+
 import pytest
 import torch
 
@@ -49,8 +51,21 @@ def test_refuses_dependent_eigenvectors():
     assert diagonalize(A[:1], B, B, max_condition=1.1).B.dtype == torch.complex64
 
 
-def test_refuses_shapes():
-    with pytest.raises(ValueError, match=r"expected A of shape \(dim, dstate, dstate\) or \(1, dstate, dstate\), got \[2, 3\]"):
-        diagonalize(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"expected C of shape .* with dstate = 3, got \[2, 4\]"):
-        diagonalize(torch.eye(3)[None], torch.ones(2, 3), torch.ones(2, 4))
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"A": torch.ones(4, 3)}, ValueError, r"A of shape \(dim, dstate, dstate\) or \(1, dstate, dstate\), got \[4, 3\]"),
+        ({"C": torch.ones(2, 4)}, ValueError, r"C of shape .* with dstate = 3, got \[2, 4\]"),
+        ({"B": torch.ones(5, 3)}, ValueError, r"B of shape \(dim, dstate\) = \[4, 3\], got \[5, 3\]"),
+        ({"B": torch.ones(2, 3, 3, 7)}, ValueError, "the groups of B to divide dim = 4, got 3"),
+        ({"A": torch.full((4, 3, 3), math.nan)}, ValueError, "finite A, got NaN or infinity"),
+        ({"A": torch.ones(4, 3, 3, dtype=torch.complex64)}, RuntimeError, "A of dtype float32 or float64, got complex64"),
+        ({"A": torch.ones(4, 3, 3, dtype=torch.int64)}, RuntimeError, "A of dtype float32 or float64, got int64"),
+        ({"B": torch.ones(4, 3, dtype=torch.complex64)}, RuntimeError, "B to be real, got complex64"),
+        ({"C": None}, TypeError, "C to be a tensor, got NoneType"),
+    ],
+)
+def test_errors(changes, kind, message):
+    arguments = {"A": -torch.eye(3).repeat(4, 1, 1), "B": torch.ones(4, 3), "C": torch.ones(4, 3)}
+    with pytest.raises(kind, match=f"^diagonalize: expected {message}"):
+        diagonalize(**arguments | changes)
