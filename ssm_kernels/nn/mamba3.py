@@ -280,7 +280,7 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
             angle_state: (batch, nheads, angles), float32 or float64, modified in place, as are the other states.
             ssm_state: (batch, nheads, headdim, d_state).
             k_state: (batch, R, nheads, d_state).
-            v_state: (batch, nheads, headdim), dtype of the layer.
+            v_state: (batch, nheads, headdim), of any floating-point dtype.
 
         Returns:
             ``out``, shape of ``u``, and the four states.
@@ -299,7 +299,10 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
         check_shape(layer, "u", u, "(batch, d_model)", (None, self.d_model))
         check_shape(layer, "k_state", k_state, *self._shape_of_k())
         z, *tensors = self._project(u)
-        y = mamba3_state_update(angle_state, ssm_state, self._k_of_operators(k_state), v_state, *tensors, **self._options(z))
+        v = v_state.to(tensors[0].dtype)
+        y = mamba3_state_update(angle_state, ssm_state, self._k_of_operators(k_state), v, *tensors, **self._options(z))
+        if v is not v_state:
+            v_state.copy_(v)
         return self.out_proj(y.flatten(-2)), angle_state, ssm_state, k_state, v_state
 
     def allocate_inference_cache(

@@ -69,7 +69,9 @@ def mamba3_state_update(
         norm_eps: added to the mean square.
         rotate: ``"pairs"`` or ``"halves"``.
         state_batch_indices: (batch,), int32 or int64: the slot that each row of the batch uses. A negative index is padding:
-            the output is zero and no state is touched. Other indices must be distinct and below the number of slots.
+            the output is zero and no state is touched. Other indices must be distinct and below the number of slots; the CPU
+            raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the device: an index
+            past the last slot is padding, too, and rows that share a slot race.
 
     Returns:
         The output, shape and dtype of ``x``. Not differentiable: backward through it raises. A state requires a gradient after

@@ -176,6 +176,8 @@ def test_step_takes_tokens_with_and_without_time(device):
     assert torch.equal(out[:, 0], same) and all(a is b for a, b in zip(states, caches[0], strict=True))
     assert_all_close(out, layer(u), 1e-9, 1e-11)
     assert [state.dtype for state in caches[0]] == [torch.float64] * 4
+    other = layer.allocate_inference_cache(3, 1, dtype=torch.float32)
+    assert torch.equal(layer.step(u, *other)[0], out) and torch.equal(other[3], caches[0][3].float())
     half = make_layer(device=device, dtype=torch.bfloat16)
     assert [state.dtype for state in half.allocate_inference_cache(1, 1)] == [
         torch.float64,
