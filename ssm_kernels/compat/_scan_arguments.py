@@ -79,8 +79,9 @@ def _complex_arguments(
             raise RuntimeError(
                 f"{function}: expected a complex {name} of shape (dim, dstate) with a complex A, got {value.dtype}"
             )
-        if value.shape[-1] % 2 != 0:
-            raise ValueError(f"{function}: expected {name} of shape (..., dstate, 2 seqlen), got {[*value.shape]}")
+        if value.shape[-1] != 2 * u.shape[-1]:
+            expected = f"(..., dstate, 2 seqlen) with 2 seqlen = {2 * u.shape[-1]}"
+            raise ValueError(f"{function}: expected a complex {name}, or a real one of shape {expected}, got {[*value.shape]}")
         return complex_pairs(value).to(number)
 
     return (

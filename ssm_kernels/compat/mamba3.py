@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._dtypes import cast, wide_dtype
-from ._errors import check_given, peer_arguments
+from ._errors import check_given, check_shape, peer_arguments
 from ._promotion import common_dtype, no_autocast
 
 __all__ = ["mamba3_mimo", "mamba3_siso_combined"]
@@ -75,6 +75,10 @@ def mamba3_siso_combined(
     check_given(name, Q=Q, K=K, V=V, ADT=ADT, DT=DT, Trap=Trap, Angles=Angles)
     if Input_States is not None and len(Input_States) != 4:
         raise ValueError(f"{name}: expected Input_States to be (angle, ssm, K, V), got {len(Input_States)} of them")
+    if V.dim() == 4:
+        batch, seqlen, heads = V.shape[:3]
+        for gate_name, gate in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
+            check_shape(name, gate_name, gate, "(batch, heads, seqlen)", (batch, heads, seqlen))
     states = (None, None, None, None) if Input_States is None else Input_States
     dtype = common_dtype(name, V=V, Q=Q, K=K, Z=Z)
     wide = wide_dtype(dtype)

@@ -215,6 +215,10 @@ def test_errors(changes: dict[str, Any], kind: type[Exception], message: str) ->
     u = torch.ones(2, 12, 5)
     with pytest.raises(RuntimeError, match=r"^selective_scan_fn: expected a complex B of shape \(dim, dstate\)"):
         selective_scan_fn(u, u, tensors["A"], torch.ones(12, 8), torch.ones(2, 8, 10))
+    with pytest.raises(
+        ValueError, match=r"^selective_scan_fn: .* \(..., dstate, 2 seqlen\) with 2 seqlen = 10, got \[2, 8, 5\]"
+    ):
+        selective_scan_fn(u, u, tensors["A"], torch.ones(2, 8, 5), torch.ones(2, 8, 10))
 
 
 def test_double_precision_of_a_matrix_of_steps_is_kept() -> None:

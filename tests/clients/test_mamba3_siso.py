@@ -83,6 +83,8 @@ def test_mixed_dtypes(device):
     assert ((out.double() - exact).norm() / exact.norm()).item() < 2.5e-3
     with pytest.raises(ValueError, match=r"^mamba3_siso_combined: expected V of shape"):
         mamba3_siso_combined(**peer | {"V": peer["V"][0]})
+    with pytest.raises(ValueError, match=r"^mamba3_siso_combined: expected DT of shape \(batch, heads, seqlen\) = "):
+        mamba3_siso_combined(**peer | {"DT": peer["DT"].transpose(1, 2)})
 
 
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": (0, 3, 12)}, {"sums": False}], ids=str)
