@@ -23,6 +23,7 @@ sequence parallelism; Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), se
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -213,8 +214,6 @@ def _check(name: str, layer: nn.Module, ranks: int) -> None:
         raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {class_name(layer)}")
     if getattr(layer, "bimamba_type", "none") != "none":
         raise ValueError(f"{name}: expected a Mamba of one direction, got bimamba_type {layer.bimamba_type!r}")
-    if getattr(layer, "is_mimo", False):
-        raise ValueError(f"{name}: expected a Mamba3 of rank one, got is_mimo=True")
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(f"{name}: expected parameters that are not distributed yet: apply it once, and before fully_shard")
     projections = ["in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"]
@@ -343,7 +342,11 @@ def _distribute_mamba3(layer: nn.Module, how: Distribution, sequence_parallel: b
     z, x = ShardSpec("z", layer.d_inner), ShardSpec("x", layer.d_inner)
     of_heads = [ShardSpec(name, layer.nheads) for name in ("dt", "A", "trap")]
     # All heads turn by the same angles: every rank computes them, and their gradient by its own heads alone.
-    parts = [z, x, *_matrices(layer.num_bc_heads, layer.d_state, groups, owns_groups), *of_heads]
+    matrices = _matrices(layer.num_bc_heads, layer.d_state, groups, owns_groups)
+    if layer.is_mimo:  # the rows of all groups of one rank after those of another
+        of_ranks = [(part, rank) for part in matrices for rank in range(layer.mimo_rank)]
+        matrices = [dataclasses.replace(part, name=f"{part.name}{rank}") for part, rank in of_ranks]
+    parts = [z, x, *matrices, *of_heads]
     _column_parallel(layer.in_proj, how, [*parts, ShardSpec("angles", angles, 1, (0,))], sequence_parallel)
     for norm in (layer.B_norm, layer.C_norm):
         _replicate(norm, how, True)
@@ -353,9 +356,10 @@ def _distribute_mamba3(layer: nn.Module, how: Distribution, sequence_parallel: b
     layer.d_inner //= ranks
     layer.nheads //= ranks
     layer.num_bc_heads = len(groups)
-    matrix = layer.num_bc_heads * layer.d_state
+    matrix = layer.mimo_rank * layer.num_bc_heads * layer.d_state
     layer._sizes = [layer.d_inner] * 2 + [matrix] * 2 + [layer.nheads] * 3 + [angles]
-    _localize(layer, how, ShardedLayer, **dict.fromkeys(("dt_bias", "B_bias", "C_bias", "D"), Shard(0)))
+    names = ["dt_bias", "B_bias", "C_bias", "D", *(["mimo_x", "mimo_z", "mimo_o"] if layer.is_mimo else [])]
+    _localize(layer, how, ShardedLayer, **dict.fromkeys(names, Shard(0)))
 
 
 def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:

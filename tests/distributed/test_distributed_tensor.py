@@ -67,6 +67,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{f"Mamba2, {name}": partial(mamba2, **options) for name, options in MAMBA2_OPTIONS.items()},
     **{f"Mamba3, {groups} groups": partial(mamba3, ngroups=groups) for groups in (1, 2, 3)},
     "Mamba3, norm": partial(mamba3, is_outproj_norm=True, rope_fraction=1.0, A_activation="softplus"),
+    "Mamba3, ranks": partial(mamba3, is_mimo=True, mimo_rank=2, ngroups=2, is_outproj_norm=True),
     "GatedMLP": mlp,
 }
 

@@ -36,7 +36,8 @@ def mamba2(**options: Any) -> Mamba2:
 
 def mamba3(**options: Any) -> Mamba3:
     layer = Mamba3(D_MODEL, **{"d_state": 8, "headdim": 2, "layer_idx": 0, "dtype": torch.float64} | options)
-    for parameter in (layer.B_norm.weight, layer.C_norm.weight, layer.B_bias, layer.C_bias, layer.D):
+    factors = (layer.mimo_x, layer.mimo_z, layer.mimo_o) if layer.is_mimo else ()
+    for parameter in (layer.B_norm.weight, layer.C_norm.weight, layer.B_bias, layer.C_bias, layer.D, *factors):
         nn.init.uniform_(parameter, 0.5, 1.5)
     return layer
 
