@@ -107,9 +107,11 @@ LONG = (
     "test_docs",
     "test_dtensor",
     "test_examples",
+    "test_long_context_example",
     "test_models_distributed",
     "test_profile",
     "test_setup",
+    "test_stopped_examples",
     "test_wheel",
 )
 SELECTIVE_SCAN_KERNELS = ("faster", "sequential")

@@ -1,95 +1,38 @@
 """The examples, run as users run them."""
 
+# ruff: noqa: F811
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import runpy
-import shlex
-import signal
-import socket
-import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
 import ssm_kernels
 
-for package in ("sklearn", "tqdm", "matplotlib"):
-    if importlib.util.find_spec(package) is None:  # found, not imported: every worker collects this file, and one runs it
-        pytest.skip(f"the examples need {package}, which is not installed", allow_module_level=True)
+pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 
-import matplotlib.style  # noqa: E402
-from forked_scripts import run_scripts  # noqa: E402
-from plot_helpers import assert_legible  # noqa: E402
-
-TRAIN = Path(__file__).parents[2] / "examples" / "train_sequence.py"
-CHAR_LM = TRAIN.with_name("char_lm.py")
-LONG_CONTEXT = TRAIN.with_name("long_context.py")
-# As Python does for a script: the scripts import training.py, which is beside them.
-sys.path.insert(0, str(TRAIN.parent))
-
-import training  # noqa: E402
-
-# 2 epochs of 13 steps.
-SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers", "1"]
-
-
-# A file that does not change: two rules can give the same losses of a few steps.
-TEXT = TRAIN.parents[1] / "LICENSE"
-# 4 steps of 3 sequences of 20 bytes.
-SHORT_LM = ["--steps", "4", "--batch-size", "3", "--seqlen", "20", "--d-model", "16", "--n-layers", "1", "--sample", "30"]
-SHORT_LM += ["--text", str(TEXT)]
-SHORT_LONG_CONTEXT = ["--steps=4", "--seqlen=50", "--d-model=16", "--n-layers=1", f"--text={TEXT}"]
-SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM, LONG_CONTEXT: SHORT_LONG_CONTEXT}
-
-
-class Example:
-    """An example script. Tests call its ``main``, which is quicker than a process."""
-
-    def __init__(self, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.script, self.short, self.capsys = script, SHORT_OF[script], capsys
-        self.main = runpy.run_path(str(script))["main"]
-
-    def run(self, *arguments: str | Path) -> str:
-        """Returns what the example prints."""
-        self.main([str(argument) for argument in arguments])
-        return self.capsys.readouterr().out
-
-    def refuse(self, *arguments: str | Path) -> str:
-        """Returns the one line that the example writes to stderr when it refuses the arguments."""
-        with pytest.raises(SystemExit) as stop:
-            self.run(*arguments)
-        assert stop.value.code
-        # A message as the exit code is printed by the interpreter.
-        message = self.capsys.readouterr().err + (f"{stop.value.code}\n" if isinstance(stop.value.code, str) else "")
-        assert message.startswith(f"{self.script.name}: error: ") and message.index("\n") == len(message) - 1, message
-        return message
-
-
-@pytest.fixture
-def example(request, capsys):
-    threads = torch.get_num_threads()
-    yield Example(request.param, capsys)
-    torch.set_num_threads(threads)
-
-
-def name_of(value: object) -> str | None:
-    return value.stem if isinstance(value, Path) else None
-
-
-each_example = pytest.mark.parametrize("example", [TRAIN, CHAR_LM], indirect=True, ids=name_of)
-train = pytest.mark.parametrize("example", [TRAIN], indirect=True, ids=name_of)
-char_lm = pytest.mark.parametrize("example", [CHAR_LM], indirect=True, ids=name_of)
-
-
-def read(checkpoint: Path) -> dict:
-    return torch.load(checkpoint, weights_only=True)
+import matplotlib.style
+from example_helpers import (
+    CHAR_LM,
+    SHORT,
+    SHORT_LM,
+    TEXT,
+    TRAIN,
+    char_lm,
+    each_example,
+    example,  # noqa: F401
+    name_of,
+    read,
+    train,
+    training,
+)
+from forked_scripts import run_scripts
+from plot_helpers import assert_legible
 
 
 @pytest.mark.slow
@@ -315,211 +258,6 @@ def test_checkpoints_that_do_not_fit(example, tmp_path):
         assert "run.pt is not a checkpoint" in example.refuse(*options, "--resume")
 
 
-@pytest.fixture
-def process_of_torchrun(monkeypatch):
-    """Makes this process the only one of a run."""
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        environment["MASTER_PORT"] = str(free.getsockname()[1])
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def long_context(capsys: pytest.CaptureFixture[str]) -> Example:
-    return Example(LONG_CONTEXT, capsys)
-
-
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="needs torch.distributed with gloo",
-)
-def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys, monkeypatch):
-    """Two processes, then one, are one process from the beginning."""
-    options = SHORT_LONG_CONTEXT
-    ranks = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} for rank in "01"]  # as torchrun sets them
-    arguments = (*options, "--checkpoint=parts", "--max-steps=2")
-    runs = run_scripts(LONG_CONTEXT, *arguments, folder=tmp_path, environments=ranks)
-    assert not any(run.returncode for run in runs), [run.stderr for run in runs]
-    printed = "".join(run.stdout for run in runs)
-    assert printed.count("after 2 steps") == 1 and "on 2 processes" in printed
-    example, parts, whole, plot = long_context(capsys), tmp_path / "parts", tmp_path / "whole", tmp_path / "curve.png"
-    # As a run leaves it that is killed before the new checkpoint takes the old one's place.
-    parts.rename(tmp_path / "parts.old")
-    (tmp_path / "parts.partial").mkdir()
-    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume", "--plot", plot)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    example.run(*options, "--checkpoint", whole)
-    resumed, expected = (json.loads((folder / "history.json").read_text()) for folder in (parts, whole))
-    assert resumed["losses"] == pytest.approx(expected["losses"], abs=1e-4) and len(expected["losses"]) == 4
-    assert resumed["tests"][-1] == [4, pytest.approx(expected["tests"][-1][1], abs=1e-4)]
-    assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] in (["parts", "whole"], ["whole", "parts"])
-    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume")
-    both = example.refuse(*options, "--checkpoint", parts)
-    assert "--resume" in both and "--overwrite" in both and "--overwrite" in example.refuse(*options, "--plot", plot)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    assert "other files" in example.refuse(*options, "--checkpoint", tmp_path / "mine", "--overwrite")
-    assert "lr 0.006, not 0.5" in example.refuse(*options, "--checkpoint", parts, "--resume", "--lr", "0.5")
-    # As a run leaves it that is killed while the complete new checkpoint takes the old one's place.
-    old = tmp_path / "parts.old"
-    parts.rename(tmp_path / "parts.partial")
-    old.mkdir()
-    (old / "history.json").write_text(json.dumps(resumed | {"losses": resumed["losses"][:2]}))
-    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume")
-    assert parts.is_dir() and old.is_dir() and not (tmp_path / "parts.partial").exists()
-    (parts / "history.json").write_text("{}")
-    assert "is not a checkpoint" in example.refuse(*options, "--checkpoint", parts, "--resume")
-
-    longer = ["--steps=6", *options[1:], "--checkpoint", whole, "--resume"]
-    batch = example.main.__globals__["training_batch"]
-
-    def interrupt(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return batch(*arguments)
-
-    monkeypatch.setitem(example.main.__globals__, "training_batch", interrupt)
-    with pytest.raises(SystemExit) as stop:
-        example.run(*longer)
-    printed = capsys.readouterr().out
-    assert stop.value.code == 130 and "stopped after 5 of 6 steps" in printed and f"--checkpoint {whole} --resume" in printed
-    monkeypatch.setitem(example.main.__globals__, "training_batch", batch)
-    assert "after 6 steps" in example.run(*longer)
-    assert json.loads((whole / "history.json").read_text())["lengths"] == [[0, 4], [4, 6]]
-
-
-@each_example
-def test_ctrl_c_saves_and_names_the_command(example, tmp_path, capsys, monkeypatch):
-    """Pressed in the second step, with and without a checkpoint: the command that is printed gives the uninterrupted run."""
-    monkeypatch.chdir(tmp_path)
-    plot = ["--plot", "a curve.png"]
-    expected = example.run(*example.short, "--checkpoint", "whole.pt")
-    measured = training.nn.utils.clip_grad_norm_
-    for given in ([], ["--checkpoint", "run.pt"]):
-        steps = []
-
-        def press(*arguments, steps=steps):
-            steps.append(1)
-            if len(steps) == 2:
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-            return measured(*arguments)
-
-        monkeypatch.setattr(training.nn.utils, "clip_grad_norm_", press)
-        with pytest.raises(SystemExit) as stop:
-            example.run(*example.short, *plot, *given)
-        monkeypatch.setattr(training.nn.utils, "clip_grad_norm_", measured)
-        printed = capsys.readouterr().out
-        assert stop.value.code == 130 and "stopped after 2 of" in printed and not Path("a curve.png").exists()
-        words = shlex.split(printed.splitlines()[-1])
-        assert words[:2] == ["python", str(example.script)] and "'a curve.png'" in printed
-        resumed = example.run(*words[2:])
-        pattern = r"test accuracy: .* %|(?s:sample:.*)"
-        assert re.search(pattern, resumed)[0] == re.search(pattern, expected)[0]
-        whole, parts = read(Path("whole.pt")), read(Path(words[words.index("--checkpoint") + 1]))
-        assert whole["losses"] == parts["losses"]
-        torch.testing.assert_close(whole["model"], parts["model"], rtol=0, atol=0)
-        Path("a curve.png").unlink()
-
-
-@pytest.fixture
-def stopped(tmp_path, capsys, monkeypatch):
-    """Runs an example with Ctrl-C in a call of one of a module's functions; returns the last line that is printed."""
-
-    def run(example: Example, module: object, function: str, *arguments: str | Path) -> str:
-        original = getattr(module, function)
-
-        def press(*args):
-            monkeypatch.setattr(module, function, original)
-            signal.raise_signal(signal.SIGINT)
-            return original(*args)
-
-        monkeypatch.setattr(module, function, press)
-        with pytest.raises(SystemExit) as stop:
-            example.run(*arguments)
-        assert stop.value.code == 130
-        return capsys.readouterr().out.splitlines()[-1]
-
-    monkeypatch.chdir(tmp_path)
-    return run
-
-
-@each_example
-def test_ctrl_c_before_the_first_test_or_after_the_plot(example, stopped, monkeypatch):
-    """A run without a test is tested before its result is printed; the command to resume replaces the plot it has drawn."""
-    options = (*example.short, "--checkpoint", "run.pt")
-    if example.script == CHAR_LM:
-        options = (*options, "--steps", "30")  # a test after 3 steps
-    stopped(example, training.nn.utils, "clip_grad_norm_", *options)
-    assert len(read(Path("run.pt"))["losses"]) == 1
-    assert "after 1 steps" in example.run(*options, "--resume", "--max-steps", "1")
-    stopped(example, training.nn.utils, "clip_grad_norm_", *options, "--resume")
-    assert "2 steps already" in example.refuse(*options, "--resume", "--max-steps", "1")
-    draw = training.save_figure
-    monkeypatch.setattr(training, "save_figure", lambda *args: (draw(*args), signal.raise_signal(signal.SIGINT)))
-    with pytest.raises(SystemExit):
-        example.run(*options, "--resume", "--plot", "curve.png")
-    command = shlex.split(example.capsys.readouterr().out.splitlines()[-1])
-    monkeypatch.setattr(training, "save_figure", draw)
-    assert "learning curve: curve.png" in example.run(*command[2:])
-
-
-@train
-def test_overwritten_comparison_resumes_without_older_checkpoints(example, stopped):
-    options = (*example.short, "--max-steps", "1", "--model", "mingru", "minlstm", "--checkpoint", "run.pt")
-    example.run(*options)
-    command = stopped(example, training.nn.utils, "clip_grad_norm_", *options, "--overwrite", "--lr", "0.01")
-    example.run(*shlex.split(command)[2:])
-    assert {read(Path(f"run.{model}.pt"))["run"]["lr"] for model in ("mingru", "minlstm")} == {0.01}
-
-
-@pytest.mark.parametrize("script", [TRAIN, CHAR_LM, LONG_CONTEXT], ids=name_of)
-def test_ctrl_c_while_packages_load_has_no_traceback(script, tmp_path):
-    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=environment)
-    assert run.returncode == -signal.SIGINT and run.stderr == run.stdout == ""
-
-
-@train
-def test_ctrl_c_saves_finished_runs_too(example, tmp_path, capsys, monkeypatch):
-    """Pressed in the second of three runs: the command continues that one and trains the third."""
-    monkeypatch.chdir(tmp_path)
-    options = [*example.short, "--epochs", "1", "--discretization", "zoh", "euler", "bilinear"]
-    expected = example.run(*options)
-    indices = example.main.__globals__["batch_indices"]
-    steps = []
-
-    def press(*arguments):
-        steps.append(1)
-        if len(steps) == 15:
-            signal.raise_signal(signal.SIGINT)
-        return indices(*arguments)
-
-    monkeypatch.setitem(example.main.__globals__, "batch_indices", press)
-    with pytest.raises(SystemExit):
-        example.run(*options)
-    *_, message, command = capsys.readouterr().out.splitlines()
-    files = [f"train_sequence-stopped.mamba-{rule}.pt" for rule in ("zoh", "euler")]
-    assert f", saved in {', '.join(files)}; continue with" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
-    resumed = example.run(*shlex.split(command)[2:])
-    assert len(steps) == 15 + 11 + 13
-
-    def table(printed: str) -> list[list[str]]:
-        return [line.split()[:-1] for line in printed.splitlines()[-3:]]
-
-    assert table(resumed) == table(expected) and [row[0] for row in table(resumed)] == ["zoh", "euler", "bilinear"]
-
-
-def test_ctrl_c_where_nothing_can_be_written_says_so(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop, training.Session("script.py", []) as session:
-        session.saves["mingru"] = lambda path: torch.save({}, path / "absent")
-        session.progress = "after 3 of 4 steps"
-        raise KeyboardInterrupt
-    assert "error: stopped after 3 of 4 steps, but cannot write script-stopped.mingru.pt: " in stop.value.code
-
-
 @each_example
 def test_nothing_is_overwritten_without_the_option(example, tmp_path):
     checkpoint, plot = tmp_path / "run.pt", tmp_path / "curve.png"
@@ -568,28 +306,6 @@ def test_finished_run_is_lengthened(example, tmp_path):
 def test_samples_for_the_terminal_have_no_control_characters():
     printable = runpy.run_path(str(CHAR_LM))["printable"]
     assert printable(b"a\tb\n\x1b[31m\x07\r\x7f \xe2\x80\xae\xc2\x9b \xc3\xa9") == "a\tb\n\\x1b[31m\\x07\\r\\x7f \\u202e\\x9b é"
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--device", "meta"], ["--device", "meta"]),
-        (["--resume", "--checkpoint", "missing"], ["--resume", "missing"]),
-        (["--seqlen", "1000000"], ["--seqlen 1000000", "bytes are too few"]),
-        (["--steps", "0"], ["--steps", "0"]),
-        (["--discretization", "bilinear"], ["--discretization", "bilinear", "zoh_exact"]),
-        (["--device", "cuda"], ["--device cuda", "GPU for each process"]),
-    ],
-)
-def test_bad_arguments_of_long_context(arguments, words, process_of_torchrun, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    message = long_context(capsys).refuse(*arguments)
-    assert all(word in message for word in words), message
-
-
-def test_long_context_needs_torchrun(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert "torchrun --nproc-per-node 2" in long_context(capsys).refuse()
 
 
 @pytest.mark.parametrize(
