@@ -55,7 +55,7 @@ def selective_scan_ref(
     """:func:`.selective_scan.selective_scan_fn` by :func:`ssm_kernels.reference.selective_scan`."""
     if A.is_complex():
         arguments = operator_arguments("selective_scan_ref", u, delta, A, B, C, D, z, delta_bias, takes_complex=True)
-        out, last_state = reference.complex_scan(
+        out, last_state = reference.selective_scan(
             *arguments, delta_softplus=delta_softplus, return_last_state=True, discretization=discretization
         )
         return (out.to(u.dtype), last_state) if return_last_state else out.to(u.dtype)

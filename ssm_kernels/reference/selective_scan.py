@@ -13,7 +13,7 @@ from .._discretizations import with_alpha
 from .._torchscript import REFERENCE_LOOPS, refuse_tracing
 from ..choices import DiscretizationName
 from ..ops._states_at import Positions
-from .discretizations import coefficients
+from .discretizations import coefficients, discretization_of
 from .sequences import at_positions, of_sequences, promoted_dtype, resets_of, step_sizes, typed_like
 
 __all__ = ["selective_scan"]
@@ -48,6 +48,7 @@ def selective_scan(
     discretization: DiscretizationName = "zoh",
     alpha: float | None = None,
     delta_A: Tensor | None = None,
+    conjugate_pairs: bool = True,
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     reverse: bool = False,
@@ -59,6 +60,7 @@ def selective_scan(
     """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
 
     Computed in the promoted dtype of all arguments; results have that dtype. With ``reverse``, the scan of flipped arguments.
+    With a complex ``A`` it is :func:`complex_scan`.
 
     Examples:
         >>> import torch
@@ -70,6 +72,26 @@ def selective_scan(
     refuse_tracing("selective_scan", REFERENCE_LOOPS)
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_scan", discretization, alpha)
+    if A.is_complex():
+        from .complex_states import complex_scan  # which uses this module
+
+        if delta_A is not None:
+            raise ValueError("selective_scan: expected no delta_A with a complex A")
+        discretization_of(discretization)  # raises for rules that read two input samples
+        results = complex_scan(
+            *(u, delta, A, B, C, D, z, delta_bias),
+            discretization=discretization,
+            conjugate_pairs=conjugate_pairs,
+            delta_softplus=delta_softplus,
+            initial_state=initial_state,
+            reverse=reverse,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_last_state=True,
+            states_at=states_at,
+        )
+        found = [results[0], *([results[1]] if return_last_state else []), *(torch.stack(each, dim=1) for each in results[2:])]
+        return tuple(found) if len(found) > 1 else found[0]
     if A.dim() == 3:
         from .dense import dense_scan  # which uses this module
 

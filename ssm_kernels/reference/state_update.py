@@ -32,6 +32,7 @@ def selective_state_update(
     dt_A: Tensor | None = None,
     state_batch_indices: Tensor | None = None,
     A_is_log: bool = False,
+    conjugate_pairs: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
 
@@ -69,6 +70,7 @@ def selective_state_update(
         Bt, Ct = (X.repeat_interleave(nheads // X.shape[1], dim=1)[:, :, None] for X in (B, C))
     h = Abar * state[rows] + c * Bt * x[..., None]
     out = (h * Ct).sum(-1)
+    out = out.real * (1 + conjugate_pairs) if out.is_complex() else out
     if D is not None:
         out = out + D * x
     if z is not None:

@@ -63,8 +63,7 @@ def selective_scan_summary(
         is_last = begins.flip(1).cumsum(1).flip(1) == begins
         u = torch.where(is_last[:, None], u, 0)
     options: Any = {"delta_bias": delta_bias, "discretization": discretization, "delta_softplus": delta_softplus}
-    scan = reference.complex_scan if A.is_complex() else reference.selective_scan
-    _, last_state = scan(u, delta, A, B, B, **options, return_last_state=True)
+    _, last_state = reference.selective_scan(u, delta, A, B, B, **options, return_last_state=True)
     dtype = last_state.dtype
     bias = None if delta_bias is None else delta_bias.to(dtype.to_real())[:, None]
     steps = step_sizes(delta.to(dtype.to_real()), bias, delta_softplus)

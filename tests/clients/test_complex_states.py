@@ -70,7 +70,8 @@ def gradients(function: Any, tensors: dict[str, Tensor], **options: Any) -> tupl
 def test_selective_scan(is_variable_B: bool, is_variable_C: bool, groups: int, itype: torch.dtype) -> None:
     batch, dim, dstate, seqlen = 2, 4, 8, 37
     rtol, atol = TOLERANCES[itype]
-    for has_D, has_z, has_delta_bias, delta_softplus in itertools.product([False, True], repeat=4):
+    every = [*itertools.product([False, True], repeat=4)]
+    for has_D, has_z, has_delta_bias, delta_softplus in every if itype == torch.float32 else (every[0], every[-1]):
         torch.manual_seed(0)
         rtolw, atolw = (max(1e-3, rtol), max(1e-3, atol)) if has_z else (1e-3, 1e-3)
         inner = (groups,) if groups > 1 else ()

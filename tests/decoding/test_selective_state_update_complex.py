@@ -110,6 +110,9 @@ def test_step_equals_the_reference(rule: str) -> None:
     expected, state = reference.complex_state_update(**states, **arguments)
     assert torch.allclose(selective_state_update(**states, **arguments), expected, rtol=1e-10)
     assert torch.allclose(states["state"], state, rtol=1e-10)
+    if rule not in TWO_SAMPLES:
+        found = reference.selective_state_update(**memories(inputs), **arguments)
+        torch.testing.assert_close(found, (expected, state))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
