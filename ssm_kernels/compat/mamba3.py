@@ -14,6 +14,15 @@ from ._promotion import common_dtype, no_autocast
 __all__ = ["mamba3_mimo", "mamba3_siso_combined"]
 
 
+def _check_gates(function: str, V: Tensor, **gates: Tensor) -> None:
+    """The operator's own errors have the axes of its gates, (batch, seqlen, heads)."""
+    if V.dim() != 4:
+        return  # the operator names it
+    batch, seqlen, heads = V.shape[:3]
+    for name, gate in gates.items():
+        check_shape(function, name, gate, "(batch, heads, seqlen)", (batch, heads, seqlen))
+
+
 @peer_arguments(x="V", B="K", C="Q", dt="DT", A="ADT", trap="Trap", angles="Angles", B_bias="K_bias", C_bias="Q_bias", z="Z")
 def mamba3_siso_combined(
     Q: Tensor,
@@ -75,10 +84,7 @@ def mamba3_siso_combined(
     check_given(name, Q=Q, K=K, V=V, ADT=ADT, DT=DT, Trap=Trap, Angles=Angles)
     if Input_States is not None and len(Input_States) != 4:
         raise ValueError(f"{name}: expected Input_States to be (angle, ssm, K, V), got {len(Input_States)} of them")
-    if V.dim() == 4:
-        batch, seqlen, heads = V.shape[:3]
-        for gate_name, gate in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
-            check_shape(name, gate_name, gate, "(batch, heads, seqlen)", (batch, heads, seqlen))
+    _check_gates(name, V, ADT=ADT, DT=DT, Trap=Trap)
     states = (None, None, None, None) if Input_States is None else Input_States
     dtype = common_dtype(name, V=V, Q=Q, K=K, Z=Z)
     wide = wide_dtype(dtype)
@@ -193,6 +199,7 @@ def mamba3_mimo(
     """
     name = "mamba3_mimo"
     check_given(name, Q=Q, K=K, V=V, ADT=ADT, DT=DT, Trap=Trap, MIMO_V=MIMO_V, Angles=Angles)
+    _check_gates(name, V, ADT=ADT, DT=DT, Trap=Trap)
     if K.dim() != 5:
         axes = "(batch, seqlen, ranks, groups, dstate)"
         raise ValueError(f"{name}: expected K of shape {axes}, got {[*K.shape]}")

@@ -110,6 +110,8 @@ def test_ranks(options, device):
         torch.testing.assert_close(actual, exact, rtol=1e-8, atol=1e-9)
     with pytest.raises(ValueError, match=r"^mamba3_mimo: expected rotary_dim_divisor times the columns of Angles to be dstate"):
         mamba3_mimo(*scan, 16, 2, None)
+    with pytest.raises(ValueError, match=r"^mamba3_mimo: expected ADT of shape \(batch, heads, seqlen\) = "):
+        mamba3_mimo(*scan[:3], scan[3].transpose(1, 2), *scan[4:], 16, 4, None)
 
 
 def test_names_are_served():
