@@ -193,6 +193,11 @@ def dense_scan(
             at[t + 1] = ScanState(h, u_before, B_before)
         last.append(ScanState(h, u_before, B_before))
 
+    if cu_seqlens is not None and seqlen == 0 and 0 in at:
+        # The state at 0 is that of the sequence of step 0, and there is none.
+        of_first = at[0]
+        no_B = None if of_first.B is None else torch.zeros_like(of_first.B)
+        at[0] = ScanState(torch.zeros_like(of_first.state), torch.zeros_like(of_first.u), no_B)
     out = torch.stack(outputs, dim=-1) if outputs else u[..., :0]
     if D is not None:
         out = out + D.to(dtype)[:, None] * u

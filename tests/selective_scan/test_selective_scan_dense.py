@@ -211,13 +211,20 @@ def test_diagonal_matrices_equal_the_diagonal_scan(rule, device):
     close(found, [x.cpu() if isinstance(x, torch.Tensor) else [y.cpu() for y in x] for x in expected], 1e-12)
 
 
-def test_sample_before_the_first_position_repeats():
-    inputs = inputs_of(seqlen=5)
-    options = {"discretization": "trapezoidal", "previous": "repeat", "states_at": [0, 3]}
-    _, found = selective_scan(**inputs, **options)
-    _, expected = expected_of(inputs, **options)
-    for of_all, *of_each in zip(found, *expected, strict=True):
-        close(of_all, torch.stack(of_each, dim=1))
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_sample_before_the_first_position(diagonal):
+    """It repeats the first one; a packed call without steps has none, and no state."""
+    for seqlen, positions in ((5, [0, 3]), (0, [0])):
+        inputs = inputs_of(batch=1, seqlen=seqlen)
+        if diagonal:
+            inputs["A"] = inputs["A"].diagonal(dim1=1, dim2=2)
+        options = {"discretization": "trapezoidal", "previous": "repeat", "states_at": positions}
+        if seqlen == 0:
+            options |= {"cu_seqlens": torch.tensor([0, 0, 0]), "initial_state": torch.ones(2, 3, 4, dtype=torch.float64)}
+        _, found = selective_scan(**inputs, **options)
+        _, expected = expected_of(inputs, **options)
+        for of_all, *of_each in zip(found, *expected, strict=True):
+            close(of_all, torch.stack(of_each, dim=1))
 
 
 @pytest.mark.parametrize("rule", ["bilinear", "trapezoidal"])
