@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ranks_resets": {"ranks": 2, "resets": ((2, 3), (1,)), "z": True, "angles_of_heads": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
-FEW = ("everything", "required_only", "packed_with_states", "resets_with_states", "norm_and_z", "ranks")
+FEW = ("everything", "required_only", "packed_with_states", "resets_with_states", "norm_and_z")
 CASES = {name: OPTIONS[name] for name in FEW}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
@@ -256,7 +256,7 @@ class Mamba3ChunkScan(OperatorSpec):
     cases = CASES
     options = OPTIONS
     compiled = ("everything", "required_only", "resets_with_states")
-    mapped = ("everything", "packed", "norm", "ranks")
+    mapped = ("everything", "packed", "norm")
     sizes = (
         *({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}),
         *(OPTIONS["required_only"], {"dstate": 33, "angles": 16, "seqlen": 3}, {"angles_of_heads": True}),

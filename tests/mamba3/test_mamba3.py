@@ -14,6 +14,7 @@ from ssd_helpers import PACKED
 from torch import Tensor
 
 from ssm_kernels import mamba3_chunk_scan
+from ssm_kernels.rules.mamba3 import decomposed_scan
 
 OPERATOR = "mamba3_chunk_scan"
 # The kernels, and the operators of PyTorch, which other devices run.
@@ -153,14 +154,27 @@ def test_each_result_alone(result, way, device):
 
 
 def test_opcheck(device):
-    for name in ("everything", "required_only", "packed_with_states", "norm_and_z", "ranks", "ranks_packed"):
+    for name in ("everything", "required_only", "packed_with_states", "norm_and_z", "ranks"):
         inputs = make_inputs(device=device, **OPTIONS[name])
         positional, keywords = MAMBA3.operator_arguments(inputs)
         torch.library.opcheck(MAMBA3.operator, positional, keywords, test_utils=("test_schema", "test_faketensor"))
-    for options in ({}, OPTIONS["ranks"]):
-        inputs = make_inputs(device=device, **options)
-        torch.library.opcheck(MAMBA3.forward_operator, MAMBA3.forward_arguments(inputs))
-        torch.library.opcheck(MAMBA3.backward_operator, MAMBA3.backward_arguments(inputs))
+    inputs = make_inputs(device=device, **OPTIONS["ranks"])
+    torch.library.opcheck(MAMBA3.forward_operator, MAMBA3.forward_arguments(inputs))
+    torch.library.opcheck(MAMBA3.backward_operator, MAMBA3.backward_arguments(inputs))
+
+
+def test_ranks_decompose_and_map():
+    """The decomposition, and vmap over sequences and over factors of ranks, as calls of one sample."""
+    inputs = make_inputs(seqlen=3, **OPTIONS["ranks"])
+    expected = MAMBA3(**inputs)
+    for found, wanted in zip(decomposed_scan(**inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+    for name in ("x", "mimo_x", "initial_k"):
+        samples = torch.stack([inputs[name], 2 * inputs[name]])
+        mapped = torch.vmap(lambda value, name=name: MAMBA3(**inputs | {name: value}))(samples)
+        others = MAMBA3(**inputs | {name: samples[1]})
+        for found, first, second in zip(mapped, expected, others, strict=True):
+            torch.testing.assert_close(found, torch.stack([first, second]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [0, 1])
