@@ -11,10 +11,13 @@
 // over the states, those of u, delta and lam and the output for the gradient of z, are sums over warps in shared memory.
 #pragma once
 
-#include "selective_scan/cuda/bwd_reduce.cuh"
 #include "selective_scan/cuda/complex_scan.cuh"
 
 namespace ssm_kernels::selective_scan {
+
+// bwd_reduce.cuh, which bwd_f32.cu and bwd_f64.cu instantiate.
+template <typename Scalar>
+cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& params, const PartialSums& partial_sums, cudaStream_t stream);
 
 namespace complex_scan {
 
