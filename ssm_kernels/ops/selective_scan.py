@@ -146,10 +146,10 @@ def selective_scan(
 
     **A matrix for A.** ``"bilinear"``, ``"trapezoidal"``, ``"gbt"``, ``"gbt_two_sample"``, ``"euler"``, ``"backward_euler"``
     and ``"rk4"`` take any real matrices, defective ones included: :math:`z` above is then :math:`Z_t = \Delta_t A`, and a
-    quotient is a solve. ``"rk4"`` is the classical Runge-Kutta step, whose decay is a polynomial of :math:`Z_t`, too. An
-    orthogonal reduction once a call, :math:`A = Q T Q^T` with a real Schur form :math:`T`, makes the solve of a step one with a
-    triangular matrix. The other rules need the exponential of a matrix in each step; the reference has them. ``delta_A`` and
-    ``lam`` are not taken.
+    quotient is a solve. ``"rk4"`` is the classical Runge-Kutta step, whose decay is a polynomial of :math:`Z_t`, too: for
+    diagonal matrices it is not the ``"rk4"`` of a diagonal ``A``, whose decay is the exponential. An orthogonal reduction once
+    a call, :math:`A = Q T Q^T` with a real Schur form :math:`T`, makes the solve of a step one with a triangular matrix. The
+    other rules need the exponential of a matrix in each step; the reference has them. ``delta_A`` and ``lam`` are not taken.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,

@@ -13,9 +13,16 @@ from .._discretizations import is_two_sample, with_alpha
 from ..choices import DiscretizationName, TwoSampleDiscretizationName
 from ._arguments import empty_output, names_arguments, read_dt_limit
 from ._complex import complex_step, is_complex
+from ._dense_step import dense_step, is_dense
 from ._two_samples import broadcast_steps
 
 __all__ = ["selective_state_update"]
+
+
+def _check_samples(discretization: str, previous_x: Tensor | None, previous_B: Tensor | None) -> None:
+    if previous_x is None or previous_B is None:
+        name = "previous_x" if previous_x is None else "previous_B"
+        raise ValueError(f"selective_state_update: expected {name} with discretization {discretization!r}, got None")
 
 
 def _two_sample_step(
@@ -28,11 +35,7 @@ def _two_sample_step(
     for_servers: tuple[Any, ...] | None = None,
     **options: Any,
 ) -> Tensor:
-    for name, sample in (("previous_x", previous_x), ("previous_B", previous_B)):
-        if sample is None:
-            raise ValueError(
-                f"selective_state_update: expected {name} with discretization {options['discretization']!r}, got None"
-            )
+    _check_samples(options["discretization"], previous_x, previous_B)
     tensors = (state, previous_x, previous_B, x, *others)
     if for_servers is None:
         result: Tensor = torch.ops.ssm_kernels.selective_state_update_two_sample.default(*tensors, **options)
@@ -101,7 +104,9 @@ def selective_state_update(
         x: (batch, dim) or (batch, heads, headdim).
         dt: shape and dtype of ``x`` (with heads often expanded over headdim, which is read without a copy).
         A: (dim, dstate) or (heads, headdim, dstate); float32 (float64 with float64 inputs), or the dtype of ``x``; may be
-            expanded.
+            expanded. With channels also a matrix for each, (dim, dstate, dstate), or one for all, (1, dstate, dstate), with
+            the discretizations that :func:`selective_scan` takes for it. The step is then a scan over its tokens. It takes
+            none of the arguments from ``A_is_log`` on, no ``dt_A``, and raises if an argument requires a gradient.
         B: (batch, dstate) or (batch, groups, dstate), dtype of ``x``. The groups divide dim or, where there
             are heads, the heads.
         C: shape and dtype of ``B``.
@@ -225,6 +230,28 @@ def selective_state_update(
             intermediate_states_buffer=intermediate_states_buffer,
             intermediate_state_indices=intermediate_state_indices,
             disable_state_update=disable_state_update or None,
+        )
+    if not of_complex and is_dense(state, A):
+        if reads_two:
+            _check_samples(discretization, previous_x, previous_B)
+        return dense_step(
+            *(state, previous_x, previous_B, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices),
+            discretization=discretization,
+            dt_limit=limits,
+            unsupported={
+                "A_is_log": A_is_log,
+                "dt_A": dt_A,
+                "lam": lam,
+                "lam_sigmoid": lam_sigmoid,
+                "out": out,
+                "dst_state_batch_indices": dst_state_batch_indices,
+                "pad_slot_id": pad_slot_id,
+                "num_accepted_tokens": num_accepted_tokens,
+                "cu_seqlens": cu_seqlens,
+                "intermediate_states_buffer": intermediate_states_buffer,
+                "intermediate_state_indices": intermediate_state_indices,
+                "disable_state_update": disable_state_update,
+            },
         )
     if reads_two or dt_A is not None or of_complex:
         rows = "(tokens, " if cu_seqlens is not None else "(batch, tokens, " if x.dim() == state.dim() else "(batch, "

@@ -36,6 +36,8 @@ def selective_state_update(
 ) -> tuple[Tensor, Tensor]:
     """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
 
+    Matrices ``A`` of shape (dim, dstate, dstate) or (1, dstate, dstate) are taken with every rule of one input sample.
+
     Returns:
         ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
         padding: their output is zero and they touch no state.
@@ -52,6 +54,7 @@ def selective_state_update(
     if alpha is not None or discretization == "gbt":
         discretization = with_alpha("selective_state_update", discretization, alpha)
     heads = state.dim() == 4
+    is_dense = A.dim() == 3 and not heads
     B, C = (X[:, None] if X.dim() == 2 else X for X in (B, C))
     if not heads:
         state, x, dt, A = state[:, None], x[:, None], dt[:, None], A[None]
@@ -63,12 +66,20 @@ def selective_state_update(
     rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
     padding = rows < 0
     rows = rows.clamp(min=0)
-    Abar, c = coefficients(discretization, dt[..., None], A, None if dt_A is None else dt_A[..., None])
     if not heads:  # groups of channels
         Bt, Ct = (X.repeat_interleave(x.shape[2] // X.shape[1], dim=1)[:, None] for X in (B, C))
     else:
         Bt, Ct = (X.repeat_interleave(nheads // X.shape[1], dim=1)[:, :, None] for X in (B, C))
-    h = Abar * state[rows] + c * Bt * x[..., None]
+    if is_dense:
+        from .dense import dense_coefficients  # which uses this package's modules
+
+        if dt_A is not None:
+            raise ValueError("selective_state_update: expected no dt_A with A of shape (dim, dstate, dstate)")
+        Abar, c, _ = dense_coefficients(discretization, dt, A)
+        h = (Abar @ state[rows][..., None] + c @ (Bt * x[..., None])[..., None])[..., 0]
+    else:
+        Abar, c = coefficients(discretization, dt[..., None], A, None if dt_A is None else dt_A[..., None])
+        h = Abar * state[rows] + c * Bt * x[..., None]
     out = (h * Ct).sum(-1)
     out = out.real * (1 + conjugate_pairs) if out.is_complex() else out
     if D is not None:
