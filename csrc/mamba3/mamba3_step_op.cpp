@@ -337,7 +337,8 @@ struct StepRanks {
 at::Tensor step_aten(const Inputs& in) {
   check_inputs(in);
   check_memory(in);
-  if (in.x.size(0) == 0) return allocate_out(in);
+  // Without slots all rows are padding.
+  if (in.x.size(0) == 0 || in.ssm.size(0) == 0) return allocate_out(in).zero_();
   const ExactProducts exact;
   const Slots slots(in);
   const StepRanks ranks{in};

@@ -90,6 +90,16 @@ def test_padding_touches_nothing(device):
         assert torch.equal(state, inputs[name])
 
 
+@pytest.mark.parametrize("way", ["kernels", "operators"])
+def test_rows_of_a_pool_without_slots_are_padding(way, device):
+    inputs = make_inputs(slots=1, batch=3, device=device)
+    inputs |= {name: inputs[name][:0] for name in STATES}
+    inputs["state_batch_indices"] = torch.full((3,), -1, device=device)
+    with debug_option("mamba3_cpu", way):
+        out = mamba3_state_update(**inputs)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
 def test_bad_slots():
     inputs = make_inputs(slots=4, batch=3)
     for values, message in (((2, 2, 0), "same slot|distinct|twice"), ((4, 1, 0), "4")):
