@@ -8,6 +8,9 @@ Without arguments it measures everything, at sizes that finish within a minute:
 3. each rule's error against the exact solution of the continuous system, for a known input or a recorded one (``--input``):
    that of a model on samples, which reads the input at the end of each step.
 
+``--states`` takes complex states and a matrix A in place of real states with a diagonal one. The rules by exponentials of
+matrices have no operator: part 2 leaves them out, and part 3 has them from ``ssm_kernels.reference``.
+
 Tables go to standard output, a figure to ``--plot``, all numbers to ``--json`` and ``--csv``. ``docs/discretizations.md``
 explains the rules and how to choose.
 """
@@ -148,7 +151,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=list(signals.STATES),
         default="real",
         help="real, or complex with the A of S4D's initializations and dstate conjugate pairs, for the rules "
-        f"{', '.join(COMPLEX_METHODS)} (default: %(default)s)",
+        f"{', '.join(COMPLEX_METHODS)}, or real with one matrix A for all channels, HiPPO-LegS (default: %(default)s)",
     )
     record = parser.add_argument_group("recorded input")
     record.add_argument("--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled; A is in its time unit")
@@ -183,13 +186,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args([with_hyphens(word) for word in words])
 
-    options.methods = chosen_methods(options.methods, METHODS if options.states == "real" else COMPLEX_METHODS)
+    options.methods = chosen_methods(options.methods, COMPLEX_METHODS if options.states in signals.COMPLEX_STATES else METHODS)
     if options.states != "real" and options.A_range is not None:
         raise UsageError(f"--A-range is for real states, --states {options.states} has an A of its own")
-    if options.states != "real" and (options.dstate or 0) > 128:
+    if options.states in signals.COMPLEX_STATES and (options.dstate or 0) > 128:
         raise UsageError(f"--dstate: expected at most 128 complex states, got {options.dstate}")
+    if options.states == "matrix" and (options.dstate or 0) > 32:
+        raise UsageError(f"--dstate: expected at most 32 states of a matrix, got {options.dstate}")
     if not (options.profile_ops or options.profile_scan or options.profile_accuracy):
         raise UsageError("nothing to measure: every part is switched off")
+    if options.profile_scan and not (options.profile_accuracy or timed_methods(options.methods, options.states)):
+        raise UsageError(
+            f"--methods: {', '.join(options.methods)} take exponentials of matrices, so that no operator has them to time: "
+            "leave out --no-profile-accuracy"
+        )
     if options.input is not None and not options.profile_accuracy:
         raise UsageError("--input is for the accuracy part, which --no-profile-accuracy switches off")
     if options.input is None and options.step is not None:
@@ -234,6 +244,11 @@ def chosen_methods(words: Sequence[str], every: Sequence[str] = METHODS) -> list
             raise UsageError(f"--methods: {name!r} has no complex states, expected 'all' or some of {', '.join(every)}")
         methods += every if name == "all" else [name]
     return list(dict.fromkeys(methods))
+
+
+def timed_methods(methods: Sequence[str], states: str) -> list[str]:
+    """The methods that have an operator for these states."""
+    return [method for method in methods if scans.has_operator(method, is_matrix=states == "matrix")]
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -282,9 +297,12 @@ def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype, met
 
 
 def with_kernels(methods: Sequence[str], device: torch.device, dtype: torch.dtype, states: str = "real") -> list[str]:
-    """The methods that have kernels on the device; names the others on standard error."""
-    found = []
+    """The methods that have kernels on the device, or are the reference's alone; names the others on standard error."""
+    found, timed = [], timed_methods(methods, states)
     for method in methods:
+        if method not in timed:
+            found.append(method)
+            continue
         try:
             run_once(scans.ScanSize(1, 2, 4, 2), device, dtype, method, states)
             found.append(method)
@@ -303,21 +321,22 @@ def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.
         for sizes in SIZES[device.type]
     ]
     chosen = candidates[0]
+    timed = timed_methods(options.methods, options.states)
     rounds = 2 + (options.n_trials or TRIALS)
     memory = available_memory(device)
-    for candidate in candidates if None in wanted and options.profile_scan else []:
+    for candidate in candidates if None in wanted and options.profile_scan and timed else []:
         if memory is not None and needed_bytes(candidate, dtype, options.states) > memory / 4:
             break
         inputs = scans.scan_inputs(candidate, device=device, dtype=dtype, seed=0, states=options.states)
         grad_out = torch.ones_like(inputs["u"])
         trial = {
-            name: scans.scan_stages(ssm_kernels.selective_scan, inputs, grad_out, options.methods[0], backward=backward)
+            name: scans.scan_stages(ssm_kernels.selective_scan, inputs, grad_out, timed[0], backward=backward)
             for name, backward in (("forward", False), ("training", options.backward))
         }
         # Count the fast trials: on a busy machine some wait for a core, and the time is limited later anyway.
         probed = measure(trial, device=device, trials=40, warmup=1, budget=1.0, least=2)
         seconds = sum(measured.total.p20 for measured in probed.values())
-        if 1.2 * seconds * len(options.methods) * rounds > SECONDS["scans"]:
+        if 1.2 * seconds * len(timed) * rounds > SECONDS["scans"]:
             break
         chosen = candidate
     return chosen
@@ -327,24 +346,24 @@ def needed_bytes(size: scans.ScanSize, dtype: torch.dtype, states: str = "real")
     """Estimates the memory of one training step: arguments, results, gradients, and the saved states, one in 32."""
     width = torch.finfo(dtype).bits // 8
     tokens = size.batch * size.seqlen
-    of_matrices = width if states == "real" else 2 * max(width, 4)
+    is_complex = states in signals.COMPLEX_STATES
+    of_matrices = 2 * max(width, 4) if is_complex else width
     arguments = tokens * (3 * width * size.dim + 2 * of_matrices * size.dstate) + 4 * size.dim * (size.dstate + 2)
-    return 3 * arguments + 2 * width * tokens * size.dim + size.updates // (8 if states == "real" else 4)
+    return 3 * arguments + 2 * width * tokens * size.dim + size.updates // (4 if is_complex else 8)
 
 
 def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> int:
     """Chooses the loop's number of steps: all, or as many doublings of 8 as fit time and memory, twice over."""
     memory = available_memory(device)
     cost = 1.6 if options.backward else 1.2  # forward alone, and the rules with more terms
+    timed = timed_methods(options.methods, options.states)
     length = min(8, size.seqlen)
     while length < size.seqlen:
         head = scans.ScanSize(size.batch, size.dim, length, size.dstate)
         inputs = scans.scan_inputs(head, device=device, dtype=dtype, seed=0, states=options.states)
-        stages = scans.scan_stages(
-            scans.loop_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
-        )
+        stages = scans.scan_stages(scans.loop_scan, inputs, torch.ones_like(inputs["u"]), timed[0], backward=options.backward)
         seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median
-        if 2 * 2 * seconds * cost * len(options.methods) > SECONDS["loop"]:
+        if 2 * 2 * seconds * cost * len(timed) > SECONDS["loop"]:
             break
         if memory is not None and 2 * scans.loop_bytes(head, dtype, options.states) > memory / 4:
             break
@@ -381,13 +400,18 @@ def profile(options: argparse.Namespace) -> report.Report:
         dstate = options.dstate or SIZES["cpu"][0][3]
         if options.states == "real":
             system = signals.System.random(ACCURACY_DIM, dstate, seed, options.A_range)
+        elif options.states == "matrix":
+            system = signals.System.legs(ACCURACY_DIM, dstate, seed)
         else:
             system = signals.System.s4d(options.states, ACCURACY_DIM, dstate, seed)
         if options.input is None:
-            finest = signals.FINEST_STEP
-            while system.A.is_complex() and finest * system.A.abs().max() > 1 / 16:  # for the order, at small |delta A|
+            finest, seqlen = signals.FINEST_STEP, 4096
+            small = 1 / 32 if system.is_matrix else 1 / 16 if system.A.is_complex() else math.inf
+            while finest * system.norm > small:  # for the order, at small |delta A|
                 finest /= 2
-            response = signals.sinusoids(system, seed, step=finest)
+            if system.is_matrix:  # the norm asks for a fine step, and large steps show which rules are unstable
+                seqlen = min(16384, round(seqlen * signals.FINEST_STEP / finest))
+            response = signals.sinusoids(system, seed, seqlen, finest)
             found.signal = response.description
         else:
             recording = signals.load_recording(options.input, options.channel)
@@ -410,9 +434,10 @@ def profile(options: argparse.Namespace) -> report.Report:
         "states": options.states,
         "input": None if options.input is None else str(options.input),
         "hold": None if options.input is None else options.hold,
-        "A_range": None if system is None else [system.A.abs().min().item(), system.A.abs().max().item()],
+        "A_range": None if system is None else [system.rates.min().item(), system.rates.max().item()],
     }
-    if options.profile_scan:
+    timed = timed_methods(methods, options.states) if options.profile_scan else []
+    if timed:
         memory, needed = available_memory(device), needed_bytes(size, dtype, options.states)
         if memory is not None and needed > memory:
             raise UsageError(f"{size} needs about {needed / 2**30:.3g} GiB, {memory / 2**30:.3g} GiB are available on {device}")
@@ -428,11 +453,11 @@ def profile(options: argparse.Namespace) -> report.Report:
                 seed=seed,
                 on_trial=start("elementary operations", 10 * (trials + 2)),
             )
-        if options.profile_scan:
+        if timed:
             loop_seqlen = choose_loop(options, size, device, dtype)
-            rounds = len(methods) * (1 + options.backward)
+            rounds = len(timed) * (1 + options.backward)
             found.scans = scans.time_scans(
-                methods,
+                timed,
                 size,
                 device=device,
                 dtype=dtype,

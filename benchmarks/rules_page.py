@@ -30,7 +30,8 @@ PROFILE, HELD, RATES = (
     DOCS / "figures" / f"{name}.json" for name in ("profile_discretization", "held_input", "sampling_rates")
 )
 S4D = {name: DOCS / "figures" / f"s4d_{name}.json" for name in ("lin", "inv")}
-BLOCKS = ("rules", "complex", "errors", "errors of held input", "trained")
+LEGS = DOCS / "figures" / "legs.json"
+BLOCKS = ("rules", "complex", "matrix", "errors", "errors of held input", "trained")
 
 Result = Mapping[str, Any]
 
@@ -178,16 +179,18 @@ def errors_block(result: Result, steps: Sequence[float], middle: float | None) -
     return markdown(Table("errors", columns, result["accuracies"]))
 
 
+def error_at(row: Mapping[str, Any], step: float) -> str:
+    """The error with the input at the steps' ends."""
+    errors = zip(row["steps"], row["sampled_at_end"]["errors"], strict=True)
+    return f"{next(value for at, value in errors if math.isclose(at, step)):.1e}"
+
+
 def complex_block(linear: Result, inverse: Result) -> str:
     """The table of the rules that take complex states, and the conditions of its numbers."""
     of_inverse = by_method(inverse, "accuracies")
 
     def orders(name: str) -> str:
         return " / ".join(order_of(found, at) for found in (linear_of[name], of_inverse[name]) for at in ("end", "middle"))
-
-    def error(row: Mapping[str, Any], step: float) -> str:
-        errors = zip(row["steps"], row["sampled_at_end"]["errors"], strict=True)
-        return f"{next(value for at, value in errors if math.isclose(at, step)):.1e}"
 
     def gain(row: Mapping[str, Any]) -> str:
         found = row["dc_gain_error"]
@@ -197,7 +200,7 @@ def complex_block(linear: Result, inverse: Result) -> str:
     columns = [
         Column("complex states", lambda row: title_of(row["method"])),
         Column("order: Lin, end / middle / Inv, end / middle", lambda row: orders(row["method"])),
-        *(Column(f"error, step {step:g}", lambda row, step=step: error(row, step)) for step in (0.064, 0.008, 0.001)),
+        *(Column(f"error, step {step:g}", lambda row, step=step: error_at(row, step)) for step in (0.064, 0.008, 0.001)),
         Column("DC gain, error", gain),
     ]
     (slow, fast), (_, fastest) = linear["settings"]["A_range"], inverse["settings"]["A_range"]
@@ -208,6 +211,37 @@ def complex_block(linear: Result, inverse: Result) -> str:
         f"{linear['accuracies'][0]['dc_step']:g}."
     )
     return f"{markdown(Table('complex', columns, linear['accuracies'], left=2))}\n\n{filled(words)}"
+
+
+def matrix_block(found: Result) -> str:
+    """The table of all rules with the matrix of HiPPO-LegS, and the conditions of its numbers."""
+
+    def orders(row: Mapping[str, Any]) -> str:
+        return " / ".join(order_of(row, at) for at in ("end", "middle"))
+
+    def gain(row: Mapping[str, Any]) -> str:
+        return "exact" if row["dc_gain_error"] < 1e-12 else f"{100 * row['dc_gain_error']:.0f} %"
+
+    def unstable(row: Mapping[str, Any]) -> str:
+        steps = [step for step, radius in zip(row["steps"], row["spectral_radii"], strict=True) if not radius < 1]
+        return f"from {min(steps):g}" if steps else "at none"
+
+    columns = [
+        Column("HiPPO-LegS", lambda row: title_of(row["method"])),
+        Column("computed by", lambda row: {"operator": "operators", "reference": "the reference"}[row["computed_by"]]),
+        Column("order: end / middle", orders),
+        *(Column(f"error, step {step:g}", lambda row, step=step: error_at(row, step)) for step in (0.064, 0.008, 0.001)),
+        Column("DC gain, error", gain),
+        Column("unstable step", unstable),
+    ]
+    settings, rows = found["settings"], found["accuracies"]
+    words = (
+        f"HiPPO-LegS with {settings['dstate']} states, one matrix for all channels, float64 on a CPU. Orders and errors are "
+        "measured as for a diagonal A, errors with the input at the steps' ends. DC gain: the norm of the error of the states "
+        f"that a constant input leads to, over the norm of the exact ones, step {rows[0]['dc_step']:g}. Unstable step: the "
+        f"smallest measured step, of those up to {max(rows[0]['steps']):g}, with a spectral radius of $\\bar A$ of 1 or more."
+    )
+    return f"{markdown(Table('matrix', columns, rows, left=3))}\n\n{filled(words)}"
 
 
 def filled(paragraph: str, **indents: str) -> str:
@@ -327,6 +361,7 @@ def written(page: str) -> str:
     blocks = (
         rules_block(profile, held),
         complex_block(*(json.loads(path.read_text()) for path in S4D.values())),
+        matrix_block(json.loads(LEGS.read_text())),
         errors_block(profile, (0.512, 0.064, 0.001), 0.064),
         errors_block(held, (0.256, 0.008, 0.001), None),
         trained_block(rates),

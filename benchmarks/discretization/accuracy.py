@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.discretization.scans import options_of
+from benchmarks.discretization.scans import has_operator, options_of
 from benchmarks.discretization.signals import SAMPLINGS, Response, System
+from ssm_kernels import reference
 from ssm_kernels._discretizations import is_two_sample
 
 DC_STEP = 0.1
@@ -19,6 +20,7 @@ DC_STEP = 0.1
 
 _ROUNDING = 1e-12
 _ASYMPTOTIC = 0.5  # the order is the slope of the curve up to this |z|
+_ASYMPTOTIC_NORM = 1 / 8  # or up to this norm of a matrix, whose powers are not bounded by those of its eigenvalues
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,12 @@ class Accuracy:
         convergence: for each key of ``SAMPLINGS``.
         dc_step: the recording's step, else ``DC_STEP``.
         dc_gain_error: the gain for a constant input divided by the exact ``-1/A``, minus 1, at step ``dc_step``, for the worst
-            A of the system's range, the absolute value for a complex A; NaN if the recurrence is unstable.
+            A of the system's range, the absolute value for a complex A; NaN if the recurrence is unstable. For a matrix A the
+            norm of the error of the whole state that a constant input leads to, over the norm of the exact ``-A^{-1} B``.
         rounding: the same norm of (result in the run's dtype - float64 result) at the finest step, the arguments rounded to
-            that dtype; None for float64.
+            that dtype; None for float64, and for the reference.
+        spectral_radii: of Abar at each of the steps, for a matrix A: the state without input decays where it is below 1.
+        by_reference: no operator has the rule for these states, so that the reference computed it.
     """
 
     method: str
@@ -56,6 +61,18 @@ class Accuracy:
     dc_step: float
     dc_gain_error: float
     rounding: float | None
+    spectral_radii: tuple[float, ...] = ()
+    by_reference: bool = False
+
+    @property
+    def stable_step(self) -> float | None:
+        """The largest step up to which every measured step is stable, for a matrix A; None if there is none."""
+        stable = None
+        for step, radius in sorted(zip(self.steps, self.spectral_radii, strict=True)):
+            if not radius < 1:
+                break
+            stable = step
+        return stable
 
     def headline_step(self, spacing: float | None) -> float:
         """The step of the table's and the figure's errors: the recording's, else the largest of Mamba's initialization."""
@@ -83,6 +100,8 @@ class Accuracy:
             "dc_step": self.dc_step,
             "dc_gain_error": number(self.dc_gain_error),
             "rounding": number(self.rounding),
+            "spectral_radii": [number(radius) for radius in self.spectral_radii],
+            "computed_by": "reference" if self.by_reference else "operator",
         }
 
 
@@ -124,6 +143,26 @@ def _scan(
     return out[0].double().cpu()
 
 
+def _reference_scan(method: str, u: Tensor, before: Tensor | None, step: float, system: System) -> Tensor:
+    """:func:`ssm_kernels.reference.dense_scan` of the arguments of :func:`_scan`, in float64 on the CPU.
+
+    The step is constant, so that one exponential serves all steps, where ``dense_scan`` takes one for each.
+    """
+    lam = options_of(method, u)
+    factors = reference.dense_coefficients(
+        method, torch.tensor(step, dtype=torch.float64), system.A[0], lam=lam["lam"][0, 0, 0] if "lam" in lam else None
+    )
+    Abar, now, previous = (factor.mT for factor in factors)
+    earlier = torch.cat([u[:, :1] if before is None else before[:, None], u[:, :-1]], dim=1)
+    samples, earlier = (system.B * values.mT[..., None] for values in (u, earlier))  # (seqlen, dim, dstate)
+    inputs = samples @ now + earlier @ previous
+    h, states = torch.zeros_like(system.B), []
+    for input_t in inputs.unbind(0):
+        h = torch.addmm(input_t, h, Abar)
+        states.append(h)
+    return (torch.stack(states, dim=1) * system.C[:, None]).sum(-1)
+
+
 def _relative(difference: Tensor, y: Tensor) -> float:
     """Ratio of root mean squares, computed so that large finite values do not overflow."""
     largest = difference.abs().max()
@@ -163,6 +202,46 @@ def _dc_gain_error(method: str, system: System, step: float, device: torch.devic
     return worst.abs().item() if worst.is_complex() else worst.item()
 
 
+def _matrix_step(method: str, system: System, step: float, u: float, states: Tensor, device: torch.device) -> Tensor:
+    """One step of a channel from each of the states, (rows, dstate), with a constant input; by the operator if it has the rule.
+
+    It is float64 on the CPU.
+    """
+    by_operator = has_operator(method, is_matrix=True)
+    scan = ssm_kernels.selective_scan if by_operator else reference.dense_scan
+    device = device if by_operator else torch.device("cpu")
+    of_step = torch.ones(len(states), 1, 1, dtype=torch.float64, device=device)
+    options = options_of(method, of_step) | {"initial_state": states[:, None].to(device), "return_last_state": True}
+    if is_two_sample(method):
+        options["previous"] = "repeat"
+    matrices = (tensor.to(device) for tensor in (system.A, system.B[:1], system.C[:1]))
+    _, last = scan(u * of_step, step * of_step, *matrices, **options)
+    return (last if isinstance(last, Tensor) else last.state)[:, 0].cpu()
+
+
+def _decay(method: str, system: System, step: float, device: torch.device) -> tuple[Tensor, float]:
+    """Abar, (dstate, dstate), and its spectral radius.
+
+    A rule is a function of the triangular A, so Abar is triangular, and its diagonal has the eigenvalues. An algorithm for
+    eigenvalues of any matrix would return worse ones, because those of a matrix far from normal depend on its rounding errors.
+    """
+    Abar = _matrix_step(method, system, step, 0.0, torch.eye(system.A.shape[-1], dtype=torch.float64), device).mT
+    return Abar, Abar.diagonal().abs().max().item()
+
+
+def _matrix_gain_error(method: str, system: System, step: float, device: torch.device) -> float:
+    """As :func:`_dc_gain_error`, for the state that the input of the first channel leads to."""
+    Abar, radius = _decay(method, system, step, device)
+    if not radius < 1:
+        return math.nan
+    exact = -torch.linalg.solve(system.A[0], system.B[0])
+    moved = _matrix_step(method, system, step, 1.0, exact[None], device)[0] - exact
+    matrix = torch.eye(len(exact), dtype=torch.float64) - Abar
+    error = (torch.linalg.solve(matrix, moved).norm() / exact.norm()).item()
+    # The solve multiplies rounding errors by the condition number.
+    return 0.0 if error < 8 * torch.finfo(torch.float64).eps * torch.linalg.cond(matrix).item() else error
+
+
 def measure_accuracy(
     methods: Sequence[str],
     system: System,
@@ -175,34 +254,46 @@ def measure_accuracy(
 ) -> list[Accuracy]:
     """Measures every method's error at every step, with ``ssm_kernels.selective_scan`` in float64.
 
+    With a matrix A the rules by exponentials of matrices, which the operator does not have, are those of the reference.
+
     Args:
         spacing: the sample spacing of a recording, the step of the DC gain.
     """
     factors = response.factors()
     steps = tuple(factor * response.step for factor in factors)
-    largest_step = min(_ASYMPTOTIC / system.A.abs().max().item(), response.resolved)
+    largest_step = min((_ASYMPTOTIC_NORM if system.is_matrix else _ASYMPTOTIC) / system.norm, response.resolved)
     results = []
     for method in methods:
         convergence = {}
+        by_reference = not has_operator(method, is_matrix=system.is_matrix)
         for sampling in SAMPLINGS:
             errors = []
             for factor, step in zip(factors, steps, strict=True):
                 u, y = response.at(factor, sampling)
                 before = response.before(factor, sampling)
-                errors.append(_relative(_scan(method, u, before, step, system, device, torch.float64) - y, y))
+                if by_reference:
+                    out = _reference_scan(method, u, before, step, system)
+                else:
+                    out = _scan(method, u, before, step, system, device, torch.float64)
+                errors.append(_relative(out - y, y))
             resolved = [error for step, error in zip(steps, errors, strict=True) if step <= response.resolved * (1 + 1e-9)]
             exact = max(resolved) <= _ROUNDING
             convergence[sampling] = Convergence(tuple(errors), observed_order(steps, errors, largest_step), exact)
         rounding = None
-        if dtype != torch.float64:
+        if dtype != torch.float64 and not by_reference:
             exact, rounded = (
                 _scan(method, response.u, response.u_start, response.step, system, device, used)
                 for used in (torch.float64, dtype)
             )
             rounding = _relative(rounded - exact, exact)
         dc_step = DC_STEP if spacing is None else spacing
-        gain_error = _dc_gain_error(method, system, dc_step, device)
-        results.append(Accuracy(method, steps, convergence, dc_step, gain_error, rounding))
+        radii: tuple[float, ...] = ()
+        if system.is_matrix:
+            gain_error = _matrix_gain_error(method, system, dc_step, device)
+            radii = tuple(_decay(method, system, step, device)[1] for step in steps)
+        else:
+            gain_error = _dc_gain_error(method, system, dc_step, device)
+        results.append(Accuracy(method, steps, convergence, dc_step, gain_error, rounding, radii, by_reference))
         if on_method is not None:
             on_method()
     return results
@@ -219,7 +310,7 @@ def _listed(names: Sequence[str]) -> str:
 def advice(accuracies: Sequence[Accuracy], system: System, step: float, sampling: str) -> str:
     """Says in two or three sentences what the errors at one step mean for the choice of a rule."""
     errors = {accuracy.method: accuracy.error_at(step, sampling) for accuracy in accuracies}
-    fastest = step * system.A.abs().max().item()
+    fastest = step * system.rates.max().item()
     useful = {method: error for method, error in errors.items() if math.isfinite(error) and error < 1}
     if not useful:
         return (
@@ -249,5 +340,11 @@ def advice(accuracies: Sequence[Accuracy], system: System, step: float, sampling
         near = [method for method in close if method != best]
         within = f"within a factor of {_LARGE_DIFFERENCE:g} of it: {_listed(near)}; " if near else ""
         sentences.append(f"At step {step:g} {best} has the smallest error, {size}; {within}{compared}.")
-    sentences.append(f"|delta A| reaches {fastest:.2g}; docs/discretizations.md has the range in which each rule is safe.")
+    if system.is_matrix:
+        sentences.append(
+            f"The eigenvalues of delta A reach {fastest:.2g} and its norm {step * system.norm:.2g}: the larger the norm, the "
+            "more states may grow before they decay."
+        )
+    else:
+        sentences.append(f"|delta A| reaches {fastest:.2g}; docs/discretizations.md has the range in which each rule is safe.")
     return " ".join(sentences)

@@ -15,7 +15,7 @@ from rich.text import Text
 from benchmarks.discretization.accuracy import Accuracy, Convergence
 from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
-from benchmarks.discretization.signals import SAMPLINGS, STATES
+from benchmarks.discretization.signals import COMPLEX_STATES, SAMPLINGS, STATES
 from benchmarks.harness import UNRELIABLE_SPREAD, Timing
 from benchmarks.labels import label
 from benchmarks.tables import Column, Table, show
@@ -46,15 +46,19 @@ class Report:
 
     @property
     def A_range(self) -> tuple[float, float]:
-        """The smallest and the largest ``|A|`` of the accuracy part."""
+        """The smallest and the largest ``|A|`` of the accuracy part; of a matrix those of its eigenvalues."""
         low, high = self.settings["A_range"]
         return float(low), float(high)
 
     @property
     def states(self) -> str:
-        """The name of complex states, or an empty string for real ones."""
+        """The name of complex states and of those of a matrix, or an empty string for real ones."""
         states = str(self.settings.get("states", "real"))
         return "" if states == "real" else STATES[states]
+
+    @property
+    def is_complex(self) -> bool:
+        return self.settings.get("states", "real") in COMPLEX_STATES
 
     @property
     def unreliable(self) -> list[str]:
@@ -108,6 +112,9 @@ class Report:
             yield "accuracies", accuracy.method, "dc_gain_error", accuracy.dc_step, accuracy.dc_gain_error
             if accuracy.rounding is not None:
                 yield "accuracies", accuracy.method, "rounding", accuracy.steps[-1], accuracy.rounding
+            if accuracy.spectral_radii:
+                for step, radius in zip(accuracy.steps, accuracy.spectral_radii, strict=True):
+                    yield "accuracies", accuracy.method, "spectral_radius", step, radius
 
     def print_header(self, console: Console) -> None:
         machine = self.machine
@@ -128,7 +135,7 @@ class Report:
         if self.operations:
             _print_operations(console, self.operations, int(str(self.settings["dstate"])))
         if self.scans:
-            _print_scans(console, self.scans, str(self.settings["dtype"]), self.states)
+            _print_scans(console, self)
         if self.accuracies:
             _print_accuracies(console, self)
             console.print(Text(self.advice, "bold"))
@@ -187,7 +194,8 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
     )
 
 
-def _print_scans(console: Console, scans: Sequence[Scan], dtype: str, states: str = "") -> None:
+def _print_scans(console: Console, report: Report) -> None:
+    scans, dtype = report.scans, str(report.settings["dtype"])
     training = scans[0].training is not None
     looped = scans[0].loop_step is not None
     zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
@@ -209,7 +217,8 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str, states: st
         console,
         f"Median of {scans[0].step.trials} trials, methods alternating; %: half the distance from 20th to 80th percentile.",
         "Arguments as in Mamba's layer: B and C per step, D, gate z, delta_bias, softplus.",
-        f"A, B and C are complex, A is that of {states}: a complex state has two numbers." if states else "",
+        f"A, B and C are complex, A is that of {report.states}: a complex state has two numbers." if report.is_complex else "",
+        f"A is the matrix of {report.states}, one for all channels." if report.states and not report.is_complex else "",
         "Forward alone runs without a graph;" if training else "No graph is recorded;",
         f"ratios, tokens (batch x seqlen) and bytes are for {'forward and backward together' if training else 'forward'}.",
         f"GB/s counts each argument, result{' and gradient' if training else ''} once ({_number(moved / 2**20)} MiB), without",
@@ -235,32 +244,50 @@ def _gain(value: float) -> str:
     return "0" if abs(value) < 1e-12 else f"{100 * value:+.3g}%"
 
 
+def _stable_step(accuracy: Accuracy) -> str:
+    step = accuracy.stable_step
+    return "none" if step is None else "all" if step == max(accuracy.steps) else f"{step:.4g}"
+
+
 def _print_accuracies(console: Console, report: Report) -> None:
     accuracies, sampling, spacing = report.accuracies, report.sampling, report.sample_spacing
     dtype, (slowest, fastest) = str(report.settings["dtype"]), report.A_range
-    steps, rounded = accuracies[0].steps, accuracies[0].rounding is not None
+    starred = any(accuracy.by_reference for accuracy in accuracies)
+    steps, rounded = accuracies[0].steps, any(accuracy.rounding is not None for accuracy in accuracies)
+    is_matrix = bool(report.states) and not report.is_complex
     headline = accuracies[0].headline_step(spacing)
+    small = "the norm of delta A <= 1/8" if is_matrix else "max|delta A| <= 0.5"
     names = {"end": "end", "middle": "mid"}
-    columns = [Column("method", lambda accuracy: label(accuracy.method))]
+    gain = f"for the worst A of this range{', the absolute value' * report.is_complex}"
+    gain = "the norm of the states' error over that of the states" if is_matrix else gain
+    columns = [Column("method", lambda accuracy: label(accuracy.method) + " *" * accuracy.by_reference)]
     for place in (sampling, *(other for other in SAMPLINGS if other != sampling)):
         # The other place only for comparison: at the same step, and its order.
         for step in dict.fromkeys((steps[0], headline, steps[-1]) if place == sampling else (headline,)):
             columns.append(Column(f"{names[place]}\n{step:.4g}", lambda found, s=step, at=place: _error(found.error_at(s, at))))
         columns.append(Column(f"{names[place]}\norder", lambda found, at=place: _order(found.convergence[at])))
     columns.append(Column(f"DC gain\n{accuracies[0].dc_step:.4g}", lambda accuracy: _gain(accuracy.dc_gain_error)))
-    columns += [Column(dtype, lambda accuracy: _error(accuracy.rounding))] * rounded
+    columns += [Column("stable\nup to", lambda accuracy: _stable_step(accuracy))] * is_matrix
+    columns += [Column(dtype, lambda found: "-" if found.rounding is None else _error(found.rounding))] * rounded
     show(Table("3. Error against the exact solution", columns, accuracies), console)
-    rates = f"|A| of {report.states} from {slowest:.4g} to {fastest:.4g}"
-    rates = rates if report.states else f"A from {-slowest:.4g} to {-fastest:.4g}"
-    _note(console, f"Input: {report.signal}. {rates} in every channel.")
+    if report.is_complex:
+        rates = f"|A| of {report.states} from {slowest:.4g} to {fastest:.4g} in every channel"
+    else:
+        of_matrix = f"One matrix A of {report.states} for all channels, with eigenvalues"
+        channels = "" if is_matrix else " in every channel"
+        rates = f"{of_matrix if is_matrix else 'A'} from {-slowest:.4g} to {-fastest:.4g}{channels}"
+    _note(console, f"Input: {report.signal}. {rates}.")
     _note(
         console,
         "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest step,",
         f"at {headline:.4g}{'' if spacing is None else ', the sample spacing'}, and at the finest; order: its slope where the",
-        "input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a model on samples does (half",
+        f"input is resolved and {small}. 'end': a step reads the input at its end, as a model on samples does (half",
         "a step early on average: first order for every rule with one sample; those with two read the true sample before the",
         "first step). 'mid': at its middle, which no model on samples does; it shows a rule with one sample itself.",
-        "DC gain: error of the steady state for a constant input at the step in the column's head, for the worst A of this",
-        f"range{', the absolute value' if report.states else ''}.",
+        f"DC gain: error of the steady state for a constant input at the step in the column's head, {gain}.",
+        "Stable up to: the largest measured step up to which all spectral radii of Abar are below 1." if is_matrix else "",
+        "*: by exponentials of matrices, which the operators do not take: ssm_kernels.reference computed it."
+        if starred
+        else "",
         f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )

@@ -13,10 +13,18 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks.benchmark import Contender
-from benchmarks.discretization.signals import s4d_rates
+from benchmarks.discretization.signals import COMPLEX_STATES, legs_matrices, s4d_rates
 from benchmarks.harness import Stages, Timing, measure
 from ssm_kernels import reference
 from ssm_kernels._discretizations import is_two_sample, split_name
+
+MATRIX_RULES = ("bilinear", "trapezoidal", "gbt", "gbt_two_sample", "euler", "backward_euler", "rk4")
+"""The rules that the operators take for a matrix A; the others, by exponentials of matrices, are the reference's alone."""
+
+
+def has_operator(method: str, *, is_matrix: bool) -> bool:
+    """Whether ``selective_scan`` computes the method, for a diagonal A or a matrix."""
+    return not is_matrix or split_name(method)[0] in MATRIX_RULES
 
 
 @dataclass(frozen=True)
@@ -124,8 +132,8 @@ def scan_inputs(
     """Random arguments like those in Mamba's layer: B and C per step, D, gate and bias; A is -1 .. -dstate.
 
     ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization. B and C are
-    (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen). With other ``states`` than "real" A, B and C
-    are complex, and A is that of ``s4d_rates``.
+    (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen). With complex ``states`` A, B and C are complex,
+    and A is that of ``s4d_rates``; with "matrix" A is the one of ``legs_matrices`` for all channels.
     """
     generator = torch.Generator(device).manual_seed(seed)
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -137,7 +145,9 @@ def scan_inputs(
     bias = torch.log(torch.expm1(step))
     A = -torch.arange(1.0, size.dstate + 1, device=device).repeat(size.dim, 1).to(parameter_dtype)
     number = dtype
-    if states != "real":
+    if states == "matrix":
+        A = legs_matrices(size.dstate)[0][None].to(device, parameter_dtype)
+    elif states in COMPLEX_STATES:
         number = torch.complex128 if parameter_dtype == torch.float64 else torch.complex64
         A = s4d_rates(states, size.dstate).repeat(size.dim, 1).to(device, number)
 
@@ -175,8 +185,12 @@ def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
 
 
 def loop_bytes(size: ScanSize, dtype: torch.dtype, states: str = "real") -> int:
-    """Estimates the memory that autograd keeps for the loop: a dozen tensors (batch, dim, seqlen, dstate) of 4 to 16 bytes."""
-    return 12 * size.updates * (8 if dtype == torch.float64 else 4) * (1 if states == "real" else 2)
+    """Estimates the memory that autograd keeps for the loop: a dozen tensors (batch, dim, seqlen, dstate) of 4 to 16 bytes.
+
+    With a matrix A they have dstate numbers for each state.
+    """
+    numbers = size.dstate if states == "matrix" else 2 if states in COMPLEX_STATES else 1
+    return 12 * size.updates * (8 if dtype == torch.float64 else 4) * numbers
 
 
 def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +235,14 @@ def loop_scan(
     step = delta.to(delta_bias.dtype) + delta_bias[:, None]
     step = F.softplus(step) if delta_softplus else step
     B, C = (matrix.to(A.dtype).mT[:, None] for matrix in (B, C))
-    if is_two_sample(discretization):
+    is_matrix = A.dim() == 3
+    if is_matrix:
+        Abar, *factors = reference.dense_coefficients(discretization, step, A[:, None], lam=lam)
+        samples = (u[..., None] * B)[..., None]
+        earlier = F.pad(samples[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        inputs = factors[0] @ samples
+        inputs = inputs + factors[1] @ earlier if is_two_sample(discretization) else inputs
+    elif is_two_sample(discretization):
         Abar, now, before = _loop_coefficients_of_two(discretization, step[..., None], A[:, None], lam)
         samples = u[..., None] * B
         inputs = now * samples + before * F.pad(samples[:, :, :-1], (0, 0, 1, 0))
@@ -230,9 +251,10 @@ def loop_scan(
         inputs = (step * u)[..., None] * gain * B
     h, states = torch.zeros_like(inputs[:, :, 0]), []
     for Abar_t, input_t in zip(Abar.unbind(2), inputs.unbind(2), strict=True):
-        h = Abar_t * h + input_t
+        h = (Abar_t @ h if is_matrix else Abar_t * h) + input_t
         states.append(h)
-    y = (torch.stack(states, dim=2) * C).sum(-1)
+    h = torch.stack(states, dim=2)
+    y = ((h[..., 0] if is_matrix else h) * C).sum(-1)
     y = (2 * y.real if y.is_complex() else y) + D[:, None] * u
     return (y * F.silu(z.to(y.dtype))).to(u.dtype)
 

@@ -1,11 +1,11 @@
 """Part 3, the inputs: signals for which the continuous system's exact response is known.
 
-The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``, and ``y(t) = 2 Re <C, h(t)>`` where A
-is complex. Step k goes from ``t_{k-1}`` to
-``t_k = k * step``; its result is compared with ``y(t_k)``. A rule with one input sample per step holds that sample over the
-step, so the place of the sample in the step matters as much as the rule (``SAMPLINGS``). A model on samples reads the one at
-the step's end, which is half a step early on average: an error of first order that no rule removes. A sample from the middle
-leaves an error of second order and shows the rule itself, but no model has it.
+The system is ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``, where A is diagonal or a matrix, and
+``y(t) = 2 Re <C, h(t)>`` where A is complex. Step k goes from ``t_{k-1}`` to ``t_k = k * step``; its result is compared with
+``y(t_k)``. A rule with one input sample per step holds that sample over the step, so the place of the sample in the step
+matters as much as the rule (``SAMPLINGS``). A model on samples reads the one at the step's end, which is half a step early on
+average: an error of first order that no rule removes. A sample from the middle leaves an error of second order and shows the
+rule itself, but no model has it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ _ROUNDED_TIMES = 0.1
 """Largest relative deviation of a time axis's steps from their mean: files write times with few digits."""
 
 
-STATES = {"real": "real", "s4d-lin": "S4D-Lin", "s4d-inv": "S4D-Inv"}
-"""Names of the states: real ones, or one of each conjugate pair of S4D."""
+STATES = {"real": "real", "s4d-lin": "S4D-Lin", "s4d-inv": "S4D-Inv", "matrix": "HiPPO-LegS"}
+"""Names of the states: real ones, one of each conjugate pair of S4D, or real ones that the matrix of HiPPO-LegS couples."""
+
+COMPLEX_STATES = ("s4d-lin", "s4d-inv")
 
 
 def s4d_rates(states: str, dstate: int) -> Tensor:
@@ -54,9 +56,24 @@ def s4d_rates(states: str, dstate: int) -> Tensor:
     return torch.complex(torch.full_like(n, -0.5), imaginary)
 
 
+def legs_matrices(dstate: int) -> tuple[Tensor, Tensor]:
+    """A, (dstate, dstate), and B, (dstate,), of HiPPO-LegS as S4 has them, float64.
+
+    A is lower triangular, with -1 .. -dstate in its diagonal and ``-sqrt((2 n + 1) (2 k + 1))`` below it; B is
+    ``sqrt(2 n + 1)``. The eigenvalues are those of Mamba's initialization, but the eigenvectors are dependent in practice: A is
+    far from normal.
+    """
+    B = torch.sqrt(2 * torch.arange(dstate, dtype=torch.float64) + 1)
+    rates = torch.arange(1, dstate + 1, dtype=torch.float64)
+    return -(torch.tril(B[:, None] * B, diagonal=-1) + torch.diag(rates)), B
+
+
 @dataclass(frozen=True)
 class System:
-    """A stable diagonal system; A, B and C are (dim, dstate), float64 or complex128."""
+    """A stable system; A, B and C are (dim, dstate), float64 or complex128, or A is one matrix of all channels.
+
+    A matrix is (1, dstate, dstate), float64 and lower triangular.
+    """
 
     A: Tensor
     B: Tensor
@@ -82,6 +99,27 @@ class System:
         A = s4d_rates(states, dstate).repeat(dim, 1)
         generator = torch.Generator().manual_seed(seed)
         return cls(A, torch.ones_like(A), torch.randn(dim, dstate, generator=generator, dtype=A.dtype))
+
+    @classmethod
+    def legs(cls, dim: int, dstate: int, seed: int) -> System:
+        """A and B of :func:`legs_matrices`, one matrix and one B for all channels, and C normal."""
+        A, B = legs_matrices(dstate)
+        generator = torch.Generator().manual_seed(seed)
+        return cls(A[None], B.repeat(dim, 1), torch.randn(dim, dstate, generator=generator, dtype=A.dtype))
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.A.dim() == 3
+
+    @property
+    def rates(self) -> Tensor:
+        """The absolute values of the eigenvalues, which a triangular matrix has in its diagonal."""
+        return (self.A.diagonal(dim1=-2, dim2=-1) if self.is_matrix else self.A).abs()
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of A, which is far above the largest eigenvalue of HiPPO-LegS."""
+        return (torch.linalg.matrix_norm(self.A, 2) if self.is_matrix else self.rates).max().item()
 
     def out(self, y: Tensor) -> Tensor:
         """The output of ``<C, h>``: twice the real part where states are one of each conjugate pair."""
@@ -130,20 +168,27 @@ class Response:
 
 
 def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINEST_STEP) -> Response:
-    """The sum of three sinusoids, with another phase in every channel.
-
-    ``e^{i(wt+p)}`` drives a state to ``B e^{ip} (e^{iwt} - e^{At}) / (iw - A)``. A sinusoid is the difference of two of these
-    inputs, with opposite signs of w and p, over 2i.
-    """
+    """The sum of three sinusoids, with another phase in every channel."""
     frequencies = torch.tensor([1.0, 3.1, 9.7], dtype=torch.float64)
-    dim = system.A.shape[0]
+    dim = system.C.shape[0]
     generator = torch.Generator().manual_seed(seed)
     phases = 2 * torch.pi * torch.rand(dim, len(frequencies), generator=generator, dtype=torch.float64)
     t = step * torch.arange(1, seqlen + 1, dtype=torch.float64)
     u, u_middle = (torch.sin(frequencies[:, None] * time + phases[..., None]).sum(1) for time in (t, t - step / 2))
-    y = torch.empty_like(u)
+    y = (_matrix_response if system.is_matrix else _diagonal_response)(system, frequencies, phases, t)
+    listed = ", ".join(f"{frequency:g}" for frequency in frequencies.tolist())
+    return Response(u, u_middle, torch.sin(phases).sum(1), y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
+
+
+def _diagonal_response(system: System, frequencies: Tensor, phases: Tensor, t: Tensor) -> Tensor:
+    """The response to sinusoids, (dim, seqlen).
+
+    ``e^{i(wt+p)}`` drives a state to ``B e^{ip} (e^{iwt} - e^{At}) / (iw - A)``. A sinusoid is the difference of two of these
+    inputs, with opposite signs of w and p, over 2i.
+    """
+    y = torch.empty(len(phases), len(t), dtype=torch.float64)
     waves = torch.exp(1j * frequencies[:, None] * t)
-    for d in range(dim):  # one channel at a time bounds the memory of (dstate, seqlen)
+    for d in range(len(phases)):  # one channel at a time bounds the memory of (dstate, seqlen)
         transient, parts = torch.exp(system.A[d][:, None] * t).to(waves.dtype), []
         for sign in (1, -1):
             response = torch.exp(1j * sign * phases[d])[:, None] / (1j * sign * frequencies[:, None] - system.A[d])
@@ -151,8 +196,27 @@ def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINES
             wave = waves if sign == 1 else waves.conj()
             parts.append((weighted.sum(1)[:, None] * wave).sum(0) - weighted.sum(0) @ transient)
         y[d] = system.out((parts[0] - parts[1]) / 2j)
-    listed = ", ".join(f"{frequency:g}" for frequency in frequencies.tolist())
-    return Response(u, u_middle, torch.sin(phases).sum(1), y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
+    return y
+
+
+def _matrix_response(system: System, frequencies: Tensor, phases: Tensor, t: Tensor) -> Tensor:
+    """:func:`_diagonal_response` for a matrix A and evenly spaced times, where the quotient is a solve.
+
+    The state is ``Im(sum of e^{ip} (e^{iwt} - e^{At}) (iw - A)^{-1} B)`` over the frequencies, because A and B are real.
+    """
+    A, dstate, seqlen = system.A[0], system.A.shape[-1], len(t)
+    waves = torch.exp(1j * frequencies[:, None] * t)
+    shifted = 1j * frequencies[:, None, None] * torch.eye(dstate, dtype=torch.complex128) - A
+    of_B = torch.linalg.solve(shifted, system.B.mT.to(shifted.dtype).expand(len(frequencies), -1, -1))
+    states = torch.exp(1j * phases.mT)[:, None] * of_B  # (frequencies, dstate, dim)
+    y = torch.einsum("dn,fnd,ft->dt", system.C.to(states.dtype), states, waves).imag
+    # e^{A k step} times the states at time 0: each power of the exponential doubles the number of steps.
+    power, decayed = torch.matrix_exp(t[0] * A), states.imag.sum(0)[None]
+    decayed = power @ decayed
+    while len(decayed) < seqlen:
+        decayed = torch.cat([decayed, power @ decayed])
+        power = power @ power
+    return y - torch.einsum("dn,tnd->dt", system.C, decayed[:seqlen])
 
 
 def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +229,19 @@ def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return phi1, np.where(is_small, series / 2, (phi1 - 1.0) / z)
 
 
+def _matrix_phi(system: System, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``e^Z``, (dstate, dstate), and ``step phi1(Z) B`` and ``step phi2(Z) B``, both (dim, dstate), for ``Z = step A``.
+
+    They are parts of the exponential of ``Z`` bordered by ``step B`` and by the integrators of a constant and of a ramp.
+    """
+    dim, dstate = system.B.shape
+    bordered = torch.zeros(dim, dstate + 2, dstate + 2, dtype=torch.float64)
+    bordered[:, :dstate, :dstate], bordered[:, :dstate, dstate] = step * system.A, step * system.B
+    bordered[:, dstate, dstate + 1] = 1.0
+    found = torch.matrix_exp(bordered).numpy()
+    return found[0, :dstate, :dstate], found[:, :dstate, dstate], found[:, :dstate, dstate + 1]
+
+
 def recording(system: System, samples: np.ndarray, hold: str, step: float = FINEST_STEP) -> Response:
     """The response to recorded samples ``REFINEMENT * step`` apart, the first at time 0, continued according to
     ``HOLDS[hold]``.
@@ -173,25 +250,28 @@ def recording(system: System, samples: np.ndarray, hold: str, step: float = FINE
     ``e^z h + step B ((phi1 - phi2) u_{k-1} + phi2 u_k)`` for a line, ``e^z h + step B phi1 u_k`` for a constant.
     """
     A, B, C = (tensor.numpy() for tensor in (system.A, system.B, system.C))
-    z = step * A
-    decay = np.exp(z)
-    phi1, phi2 = _phi(z)
+    if system.is_matrix:
+        exponential, held, ramp = _matrix_phi(system, step)
+    else:
+        z = step * A
+        exponential, (phi1, phi2) = np.exp(z), _phi(z)
+        held, ramp = step * B * phi1, step * B * phi2
     if hold == "linear":
         times = np.arange((len(samples) - 1) * REFINEMENT + 1) / REFINEMENT
         u = np.interp(times, np.arange(len(samples)), samples)
         middle = (u[1:] + u[:-1]) / 2
-        now, before = step * B * phi2, step * B * (phi1 - phi2)
+        now, before = ramp, held - ramp
     else:
         u = np.concatenate([samples[:1], np.repeat(samples[1:], REFINEMENT)])
         middle = u[1:]
-        now, before = step * B * phi1, np.zeros_like(z)
-    h = np.zeros_like(z)
-    y = np.empty((len(u) - 1, z.shape[0]))
+        now, before = held, np.zeros_like(held)
+    dim, h = C.shape[0], np.zeros_like(held)
+    y = np.empty((len(u) - 1, dim))
     for k in range(1, len(u)):
-        h = decay * h + now * u[k] + before * u[k - 1]
+        h = (h @ exponential.T if system.is_matrix else exponential * h) + now * u[k] + before * u[k - 1]
         y[k - 1] = (C * h).sum(1).real
-    start = torch.full((z.shape[0],), float(u[0]), dtype=torch.float64)
-    u, middle = (torch.from_numpy(values).expand(z.shape[0], -1) for values in (u[1:], middle))
+    start = torch.full((dim,), float(u[0]), dtype=torch.float64)
+    u, middle = (torch.from_numpy(values).expand(dim, -1) for values in (u[1:], middle))
     exact = system.out(torch.from_numpy(y)).T.contiguous()
     return Response(u, middle, start, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
 
