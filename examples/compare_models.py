@@ -70,7 +70,7 @@ def of_setting(runs: list[Run], model: str, lr: float) -> list[Run]:
 
 
 def mean_and_deviation(runs: list[Run]) -> tuple[float, float]:
-    """Of the last test losses."""
+    """Returns the mean and the standard deviation of the last test losses."""
     losses = [run["tests"][-1][1] for run in runs]
     return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
 

@@ -327,7 +327,7 @@ struct StepRanks {
   }
   // k as the state has it, (batch, heads, ranks, dstate), and back.
   at::Tensor exchanged(const at::Tensor& k) const { return in.has_ranks() ? k.transpose(1, 2) : k; }
-  // Of (batch, heads, angles).
+  // Phases, (batch, heads, angles), in a shape that broadcasts over the ranks of rows.
   at::Tensor of_rows(const at::Tensor& phases) const { return in.has_ranks() ? phases.unsqueeze(1) : phases; }
   at::Tensor bias(const at::Tensor& bias) const { return bias.dim() == 3 ? bias.transpose(0, 1) : bias; }
 };

@@ -103,7 +103,7 @@ at::Tensor rows_of_heads(const Inputs& in, const at::Tensor& rows, const Optiona
   return is_present(bias) ? result + bias_of_ranks(in, *bias) : result.clone(at::MemoryFormat::Contiguous);
 }
 
-// Of (batch, seqlen, heads, angles) turns, with ranks before the heads.
+// Those of turns, (batch, seqlen, heads, angles). With ranks both have an axis of size 1 for them before the heads.
 std::pair<at::Tensor, at::Tensor> cosines_and_sines(const Inputs& in, const at::Tensor& turns) {
   const at::Tensor radians = (in.has_ranks() ? turns.unsqueeze(2) : turns) * (2 * kPi);
   return {radians.cos(), radians.sin()};

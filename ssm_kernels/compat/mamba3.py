@@ -23,6 +23,57 @@ def _check_gates(function: str, V: Tensor, **gates: Tensor) -> None:
         check_shape(function, name, gate, "(batch, heads, seqlen)", (batch, heads, seqlen))
 
 
+def _scan(
+    function: str,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    Angles: Tensor,
+    D: Tensor | None,
+    Z: Tensor | None,
+    *,
+    factors: Sequence[Tensor | None] = (None, None, None),
+    states: Sequence[Tensor | None] = (None, None, None, None),
+    cu_seqlens: Tensor | None,
+    rotate: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, ...]:
+    """``out`` and the four states after the last step, as the operator has them.
+
+    Args:
+        factors: ``mimo_x``, ``mimo_z`` and ``mimo_out`` of :func:`ssm_kernels.mamba3_chunk_scan`.
+        states: before the first step.
+    """
+    dtype = common_dtype(function, V=V, Q=Q, K=K, Z=Z)
+    wide = wide_dtype(dtype)
+    with no_autocast(V):
+        found: tuple[Tensor, ...] = torch.ops.ssm_kernels._mamba3_chunk_scan(
+            cast(V, dtype),
+            *(cast(gate, wide).transpose(1, 2) for gate in (DT, ADT)),
+            cast(K, dtype),
+            cast(Q, dtype),
+            cast(Trap, wide).transpose(1, 2),
+            *(cast(tensor, wide) for tensor in (Angles, K_bias, Q_bias, D)),
+            cast(Z, dtype),
+            *(cast(factor, wide) for factor in factors),
+            None,  # norm_weight
+            *(cast(state, kind) for state, kind in zip(states, (wide, wide, wide, dtype), strict=True)),
+            None,  # seq_idx
+            cu_seqlens,
+            0.0,
+            rotate,
+            chunk_size,
+            False,
+            True,
+        )
+    return found
+
+
 @peer_arguments(x="V", B="K", C="Q", dt="DT", A="ADT", trap="Trap", angles="Angles", B_bias="K_bias", C_bias="Q_bias", z="Z")
 def mamba3_siso_combined(
     Q: Tensor,
@@ -86,30 +137,8 @@ def mamba3_siso_combined(
         raise ValueError(f"{name}: expected Input_States to be (angle, ssm, K, V), got {len(Input_States)} of them")
     _check_gates(name, V, ADT=ADT, DT=DT, Trap=Trap)
     states = (None, None, None, None) if Input_States is None else Input_States
-    dtype = common_dtype(name, V=V, Q=Q, K=K, Z=Z)
-    wide = wide_dtype(dtype)
-    with no_autocast(V):
-        out, angle, ssm, k, v = torch.ops.ssm_kernels._mamba3_chunk_scan(
-            cast(V, dtype),
-            *(cast(gate, wide).transpose(1, 2) for gate in (DT, ADT)),
-            cast(K, dtype),
-            cast(Q, dtype),
-            cast(Trap, wide).transpose(1, 2),
-            cast(Angles, wide),
-            cast(K_bias, wide),
-            cast(Q_bias, wide),
-            cast(D, wide),
-            cast(Z, dtype),
-            *(None, None, None, None),  # of ranks
-            *(cast(state, kind) for state, kind in zip(states, (wide, wide, wide, dtype), strict=True)),
-            None,
-            cu_seqlens,
-            0.0,
-            "pairs",
-            chunk_size,
-            False,
-            True,
-        )
+    arguments = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
+    out, angle, ssm, k, v = _scan(name, *arguments, states=states, cu_seqlens=cu_seqlens, rotate="pairs", chunk_size=chunk_size)
     out = out.to(V.dtype)
     if not return_final_states:
         return out
@@ -206,44 +235,18 @@ def mamba3_mimo(
     if Angles.shape[-1] * rotary_dim_divisor != K.shape[-1]:
         got = f"{Angles.shape[-1]} columns, rotary_dim_divisor {rotary_dim_divisor} and dstate {K.shape[-1]}"
         raise ValueError(f"{name}: expected rotary_dim_divisor times the columns of Angles to be dstate, got {got}")
-    kind = common_dtype(name, V=V, Q=Q, K=K, Z=Z)
-    wide = wide_dtype(kind)
 
     def scan(mimo_out: Tensor | None) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = torch.ops.ssm_kernels._mamba3_chunk_scan(
-            cast(V, kind),
-            *(cast(gate, wide).transpose(1, 2) for gate in (DT, ADT)),
-            cast(K, kind),
-            cast(Q, kind),
-            cast(Trap, wide).transpose(1, 2),
-            cast(Angles, wide),
-            cast(K_bias, wide),
-            cast(Q_bias, wide),
-            cast(D, wide),
-            cast(Z, kind),
-            cast(MIMO_V, wide),
-            None if Z is None else cast(MIMO_Z, wide),
-            cast(mimo_out, wide),
-            None,  # norm_weight
-            *(None, None, None, None),  # of states
-            None,
-            cu_seqlens,
-            0.0,
-            "halves",
-            chunk_size,
-            False,
-            True,
-        )
-        return found
+        arguments = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
+        factors = (MIMO_V, None if Z is None else MIMO_Z, mimo_out)
+        return _scan(name, *arguments, factors=factors, cu_seqlens=cu_seqlens, rotate="halves", chunk_size=chunk_size)
 
-    with no_autocast(V):
-        if MIMO_Out is not None:
-            out, *last = scan(MIMO_Out)
-        else:
-            ranks = MIMO_V.shape[1]
-            units = torch.eye(ranks, dtype=wide, device=V.device)[:, None, :, None].expand(-1, V.shape[2], -1, V.shape[3])
-            each = [scan(unit) for unit in units.contiguous()]
-            out, last = torch.stack([one[0] for one in each], dim=2), [*each[0][1:]]
+    if MIMO_Out is not None:
+        out, *last = scan(MIMO_Out)
+    else:
+        units = torch.eye(MIMO_V.shape[1], device=V.device)[:, None, :, None].expand(-1, V.shape[2], -1, V.shape[3])
+        each = [scan(unit) for unit in units.contiguous()]
+        out, last = torch.stack([one[0] for one in each], dim=2), [*each[0][1:]]
     out = out.to(V.dtype if dtype is None else dtype)
     if not return_state:
         return out

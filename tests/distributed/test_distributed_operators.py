@@ -197,7 +197,7 @@ def check_two_sample_scan(mesh: Mesh) -> None:
 
 
 def check_complex_scan(mesh: Mesh) -> None:
-    """Of complex states, which pass as pairs: decays with an exponential and without, halos, packed sequences."""
+    """Complex states pass as pairs: decays with an exponential and without, halos, packed sequences."""
     random = generator(mesh, 0)
     batch, dim, dstate = 2, 4, 3
 

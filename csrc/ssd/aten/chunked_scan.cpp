@@ -108,7 +108,8 @@ at::Tensor own_blocks(const Scan& scan, const Run& run, const Pairs& pairs) {
   return blocks.unflatten(0, {run.chunks, run.rows, scan.groups}).transpose(2, 3).unsqueeze(4);
 }
 
-// Of samples by step: as matrices (ranks, headdim), (chunks, rows, steps, groups, heads of a group, ranks, headdim), and back.
+// Reorders samples by step as a matrix (ranks, headdim) of each step and head, (chunks, rows, steps, groups, heads of a group,
+// ranks, headdim), and back.
 at::Tensor by_own_step(const Scan& scan, const at::Tensor& samples) { return scan.by_rank(samples).movedim(3, 5); }
 at::Tensor from_own_step(const at::Tensor& matrices) { return matrices.movedim(5, 3).flatten(2, 3); }
 

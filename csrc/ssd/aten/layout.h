@@ -30,7 +30,7 @@ at::Tensor cumsum_of_steps(const at::Tensor& values);
 // The tensors of a run that forward and backward read.
 struct Chunks {
   Run run;
-  // Of steps, also with ranks: `steps`, `cs`, `read_cs`, `sequence` and `is_cut`.
+  // Also with ranks, `steps`, `cs`, `read_cs`, `sequence` and `is_cut` have one value for all samples of a step.
   Steps steps;    // (chunks, rows, steps, heads)
   at::Tensor cs;  // (chunks, rows, steps, heads), float64
   // cs of what an output reads of earlier steps: cs_i, or with a diagonal gain cs_{i-1}.
