@@ -16,10 +16,10 @@ from ssm_kernels.compat.mamba3 import mamba3_mimo, mamba3_siso_combined
 OPERATOR = "mamba3_chunk_scan"
 
 
-def make_arguments(device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def make_arguments(device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The operator's arguments, with A times dt in place of A, and the function's."""
     inputs = make_inputs(seqlen=20, angles_of_heads=True, device=device)
-    own = {name: value.detach().requires_grad_() for name, value in inputs.items() if isinstance(value, Tensor)}
+    own = {name: value.detach().to(dtype).requires_grad_() for name, value in inputs.items() if isinstance(value, Tensor)}
     own["product"] = (own.pop("A") * own["dt"]).detach().requires_grad_()
     peer = {
         "Q": own["C"],
@@ -37,28 +37,33 @@ def make_arguments(device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Te
     return own, peer
 
 
-def test_values_and_gradients(device):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-4)], ids=["float64", "float32"])
+def test_values_and_gradients(dtype, tolerance, device):
     """Trap 9: the gradient of ADT is that of the product, and DT has none through the decay."""
-    own, peer = make_arguments(device)
+    own, peer = make_arguments(device, dtype)
     states = [own[f"initial_{name}"] for name in ("angle", "ssm", "k", "x")]
     out, *last = mamba3_siso_combined(**peer, Input_States=states, chunk_size=16, return_final_states=True)
-    others = {name: value for name, value in own.items() if name != "product"}
-    expected, *wanted = REFERENCE_SCAN(**others, A=own["product"] / own["dt"].detach(), return_final_states=True)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    wide = {name: value.double() for name, value in own.items()}
+    others = {name: value for name, value in wide.items() if name != "product"}
+    expected, *wanted = REFERENCE_SCAN(**others, A=wide["product"] / wide["dt"].detach(), return_final_states=True)
+
+    def assert_same(actual: Tensor, exact: Tensor, name: str = "") -> None:
+        exact = exact.to(actual.dtype)
+        torch.testing.assert_close(actual, exact, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+    assert_same(out, expected)
     wanted[0] = torch.remainder(wanted[0], 2 * math.pi)
     for found, state in zip(last, wanted, strict=True):
-        torch.testing.assert_close(found, state, rtol=1e-10, atol=1e-10)
+        assert_same(found, state)
     # The reference's decay is A times dt: dividing by a detached dt leaves the product's gradient and one of dt to remove.
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype).to(out.device)
     names = [*own]
     actual = dict(zip(names, torch.autograd.grad(out, [own[name] for name in names], cotangent), strict=True))
-    found = torch.autograd.grad(expected, [own[name] for name in names], cotangent)
+    found = torch.autograd.grad(expected, [wide[name] for name in names], cotangent.double())
     exact = dict(zip(names, found, strict=True))
-    exact["dt"] = exact["dt"] - exact["product"] * own["product"].detach() / own["dt"].detach()
+    exact["dt"] = exact["dt"] - exact["product"] * wide["product"].detach() / wide["dt"].detach()
     for name in names:
-        torch.testing.assert_close(
-            actual[name], exact[name], rtol=1e-8, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_same(actual[name], exact[name], name)
 
 
 def test_a_decay_without_time(device):

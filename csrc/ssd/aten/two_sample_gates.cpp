@@ -91,11 +91,6 @@ void two_sample_gates_adjoint_cuda(const TwoSampleInputs&, Discretization, const
                                    const FirstStepGrads&, const TwoSampleGrads&) {}
 #endif
 
-// The kernels read one A for a head.
-static bool takes_gate_kernels(const TwoSampleInputs& in) {
-  return in.A.dim() == 1 && !in.premultiplied && has_gate_kernels(in);
-}
-
 at::Tensor TwoSampleGates::with_repeated() const {
   return is_repeated.defined() ? at::where(is_repeated, current + previous, current) : current;
 }
@@ -108,11 +103,11 @@ at::Tensor starts_in_scan_order(const TwoSampleInputs& in, bool with_resets) {
 namespace {
 
 // The values of the steps: sizes, zeta, k d, m d and lam.
-void evaluate_steps(const TwoSampleInputs& in, Discretization method, const at::Tensor& dt, const at::Tensor& lam,
-                    TwoSampleGates& gates) {
+void evaluate_steps(const TwoSampleInputs& in, Discretization method, const at::Tensor& dt, const at::Tensor& A,
+                    const at::Tensor& lam, TwoSampleGates& gates) {
   gates.steps = make_step_sizes(in.of_scan(), dt);
   gates.steps.size = gates.steps.size.to(at::kDouble);
-  gates.zeta = in.A.to(at::kDouble);
+  gates.zeta = A.to(at::kDouble);
   if (!in.premultiplied) gates.zeta = gates.steps.size * gates.zeta;
   if (lam.defined()) gates.lam = weight_of(in, lam);
   visit_steps(method, gates.lam, [&](const auto& rule) {
@@ -134,18 +129,18 @@ void find_first_steps(const TwoSampleInputs& in, TwoSampleGates& gates) {
 
 TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method) {
   TwoSampleGates gates;
-  if (takes_gate_kernels(in)) {
+  if (has_gate_kernels(in)) {
     two_sample_gates_cuda(in, method, gates);
     if (!has_first_states(in)) return gates;
     find_first_steps(in, gates);
     TwoSampleGates first;
-    evaluate_steps(in, method, take_first(in, gates, in.dt), is_present(in.lam) ? take_first(in, gates, *in.lam) : at::Tensor(),
-                   first);
+    evaluate_steps(in, method, take_first(in, gates, in.dt), has_A_of_steps(in) ? take_first(in, gates, in.A) : in.A,
+                   is_present(in.lam) ? take_first(in, gates, *in.lam) : at::Tensor(), first);
     gates.first_zeta = first.zeta;
     gates.first_previous = first.previous;
     return gates;
   }
-  evaluate_steps(in, method, in.dt, in.lam.value_or(at::Tensor()), gates);
+  evaluate_steps(in, method, in.dt, in.A, in.lam.value_or(at::Tensor()), gates);
   const auto [begins, ends] = sequence_bounds(in, /*with_resets=*/true);
   gates.is_last = (in.reverse ? begins : ends).unsqueeze(-1);
   const at::ScalarType accumulate = accumulate_type(in.x.scalar_type());
@@ -253,7 +248,7 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
                               const GateGrads& grad_gates, const at::Tensor& grad_first_states, const TwoSampleGrads& grads) {
   FirstStepGrads first;
   if (grad_first_states.defined()) first = first_states_adjoint(in, gates, grad_first_states, grads);
-  if (takes_gate_kernels(in)) {
+  if (has_gate_kernels(in)) {
     two_sample_gates_adjoint_cuda(in, method, gates, grad_gates, first, grads);
     return;
   }
@@ -291,7 +286,7 @@ void two_sample_gates_adjoint(const TwoSampleInputs& in, Discretization method, 
       const at::Tensor of_factors = grad_current * derivatives.gain.tensor + grad_previous * derivatives.previous.tensor;
       at::Tensor of_steps = grad_zeta + of_factors * d;
       if (!in.premultiplied) of_steps = of_steps * d;
-      grads[kGradA].copy_(in.A.dim() == 1 ? of_steps.flatten(0, 1).sum(0) : of_steps);
+      grads[kGradA].copy_(has_A_of_steps(in) ? of_steps : of_steps.flatten(0, 1).sum(0));
     }
     if (needs(kGradLam)) {
       at::Tensor grad_lam = d * (grad_current - grad_previous * basis.tensor);

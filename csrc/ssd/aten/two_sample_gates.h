@@ -45,6 +45,9 @@ struct TwoSampleGates {
 // Whether a scan starts from states that are not zero.
 inline bool has_first_states(const TwoSampleInputs& in) { return is_present(in.initial_states) || is_present(in.previous_x); }
 
+// Whether each step has an A, in place of each head.
+inline bool has_A_of_steps(const TwoSampleInputs& in) { return in.A.dim() > 1; }
+
 TwoSampleGates make_two_sample_gates(const TwoSampleInputs& in, Discretization method);
 
 // P_0, (sequences, heads, headdim, dstate), of a call that has_first_states().

@@ -34,7 +34,9 @@ struct GateCall {
   Params params;
   at::Tensor A, dt_bias, starts, given;
 
-  GateCall(const TwoSampleInputs& in, Discretization method) : A(in.A.contiguous()) {
+  GateCall(const TwoSampleInputs& in, Discretization method) {
+    TORCH_INTERNAL_ASSERT(in.A.scalar_type() == at::kFloat, "the kernels read A in fp32");
+    TORCH_INTERNAL_ASSERT(!is_present(in.lam) || in.lam->scalar_type() == in.dt.scalar_type(), "the kernels have one type");
     params.batch = in.x.size(0);
     params.seqlen = in.x.size(1);
     params.heads = in.x.size(2);
@@ -43,7 +45,14 @@ struct GateCall {
     params.dt_softplus = in.dt_softplus;
     params.lam_sigmoid = in.lam_sigmoid;
     std::tie(params.dt_min, params.dt_max) = std::tuple_cat(kernel_dt_limit(in.dt_min, in.dt_max));
-    params.A = A.const_data_ptr<float>();
+    TORCH_INTERNAL_ASSERT(has_A_of_steps(in) || !in.premultiplied, "zeta has a value for each step");
+    params.premultiplied = in.premultiplied;
+    if (has_A_of_steps(in)) {
+      params.A_of_steps = view_of_steps(in, in.A);
+    } else {
+      A = in.A.contiguous();
+      params.A = A.const_data_ptr<float>();
+    }
     if (is_present(in.dt_bias)) {
       dt_bias = in.dt_bias->contiguous();
       params.dt_bias = dt_bias.const_data_ptr<float>();
@@ -81,9 +90,20 @@ at::Tensor sequences_by_first_step(const TwoSampleInputs& in, const TwoSampleGat
   return result;
 }
 
+// Calls launch(scalar, has_A_of_steps) with the parameters of the instantiation for the steps' type.
+template <typename Launch>
+cudaError_t visit_instantiation(const TwoSampleInputs& in, const Launch& launch) {
+  if (has_A_of_steps(in)) {
+    TORCH_INTERNAL_ASSERT(in.dt.scalar_type() == at::kFloat, "the kernels with an A for each step read fp32");
+    return launch(float(), std::true_type());
+  }
+  return cuda::visit_scalar_but_double(scalar_kind(in.dt.scalar_type()),
+                                       [&](auto scalar) { return launch(scalar, std::false_type()); });
+}
+
 }  // namespace
 
-bool has_gate_kernels(const TwoSampleInputs& in) { return in.x.is_cuda() && in.x.scalar_type() != at::kDouble; }
+bool has_gate_kernels(const TwoSampleInputs& in) { return in.x.is_cuda() && in.dt.scalar_type() != at::kDouble; }
 
 void two_sample_gates_cuda(const TwoSampleInputs& in, Discretization method, TwoSampleGates& gates) {
   const c10::cuda::CUDAGuard guard(in.x.device());
@@ -94,8 +114,8 @@ void two_sample_gates_cuda(const TwoSampleInputs& in, Discretization method, Two
   if (all.numel() == 0) return;
   GateCall<TwoSampleGateParams> call(in, method);
   call.set_gates(in, gates.log_decay, gates.gain, gates.diagonal_gain);
-  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
-    return launch_two_sample_gates<decltype(scalar)>(call.params, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_CHECK(visit_instantiation(in, [&](auto scalar, auto of_steps) {
+    return launch_two_sample_gates<decltype(scalar), of_steps>(call.params, c10::cuda::getCurrentCUDAStream());
   }));
 }
 
@@ -129,18 +149,19 @@ void two_sample_gates_adjoint_cuda(const TwoSampleInputs& in, Discretization met
   params.grad_dt = target(kGradDt);
   params.grad_lam = target(kGradLam);
   const int64_t blocks = params.batch * ceil_div(params.seqlen, kGateBlockSteps);
+  if (has_A_of_steps(in)) params.grad_A = target(kGradA);
   const at::Tensor parts = empty_tensor({2, blocks, params.heads}, wide_options(in.x));
   params.grad_A_parts = parts[0].data_ptr<float>();
   params.grad_bias_parts = parts[1].data_ptr<float>();
-  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(in.x.scalar_type()), [&](auto scalar) {
-    return launch_two_sample_gates_bwd<decltype(scalar)>(params, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_CHECK(visit_instantiation(in, [&](auto scalar, auto of_steps) {
+    return launch_two_sample_gates_bwd<decltype(scalar), of_steps>(params, c10::cuda::getCurrentCUDAStream());
   }));
   const auto sum_parts = [&](int grad, int64_t of) {
     if (!needs(grad)) return;
     at::Tensor result = grads[grad];
     at::sum_out(result, parts[of], {0});
   };
-  sum_parts(kGradA, 0);
+  if (!has_A_of_steps(in)) sum_parts(kGradA, 0);
   sum_parts(kGradDtBias, 1);
 }
 
