@@ -19,33 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers, triton_kernels
 from benchmarks.bench_delta_rule import TRITON_SECONDS
-from benchmarks.benchmark import FLA, Benchmark, Result, Run, main, speedups
-from benchmarks.layer_cases import DeltaLayerCase
-from benchmarks.tables import Row, Table, errors_of, figure, largest_errors, median, ratio, text, versus
+from benchmarks.benchmark import FLA, Benchmark, Result, Run, main
+from benchmarks.layer_cases import DeltaLayerCase, layer_figures, layer_tables
+from benchmarks.tables import Row, Table
 
 # The defaults of the layer, and the heads of Qwen3-Next.
 CASES = [DeltaLayerCase(), DeltaLayerCase(heads=16, value_heads=32, key_dim=128, value_dim=128)]
 
 
 def figures(row: Row, result: Result) -> dict[str, float]:
-    found = speedups(row, {FLA: FLA}, ("forward", "both"))
-    ours, theirs = (median(row.get(who), "peak") for who in ("ours", FLA))
-    if ours and theirs:
-        found[f"peak over {FLA}"] = ours / theirs
-    return found | {"largest error": max(errors_of(row).values())}
+    return layer_figures(row, FLA)
 
 
 def tables(result: Result) -> list[Table]:
-    columns = [text("layer", "name")]
-    for what, name in (("forward", "forward, ms"), ("both", "forward + backward, ms")):
-        columns += [figure(name, "ours", what), *versus(FLA, FLA, what)]
-    columns += [
-        figure("peak, MB", "ours", "peak", 1e6, 0),
-        figure(FLA, FLA, "peak", 1e6, 0),
-        ratio("ratio", "peak", "ours", FLA),
-    ]
-    columns.append(figure("kept, kB", "ours", "kept", 1e3, 1))
-    return [Table("layers of the delta rules", columns, result["rows"]), largest_errors(result["rows"], "name")]
+    return layer_tables("layers of the delta rules", result["rows"], FLA)
 
 
 def context(run: Run) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import ssm_kernels
 import ssm_kernels.nn
 from benchmarks import peers
-from benchmarks.benchmark import FLA, PEER, Case, Contender, Contest, Run
+from benchmarks.benchmark import FLA, PEER, Case, Contender, Contest, Run, speedups
 from benchmarks.harness import Stages, graph_of, peak_bytes, synchronize
+from benchmarks.tables import Row, Table, errors_of, figure, largest_errors, median, ratio, text, versus
 from ssm_kernels.choices import RecomputeName
 from ssm_kernels.models import MambaConfig, MambaLM
 
@@ -146,7 +147,7 @@ class LayerCase(PairedCase):
         return x.to(torch.bfloat16).requires_grad_(), grad_out.to(torch.bfloat16)
 
     def triton_call(self, device: torch.device) -> Callable[[], Any] | None:
-        has_kernels = self.layer == "Mamba2" and self.recompute is None and peers.layers()
+        has_kernels = self.layer in ("Mamba2", "Mamba3") and self.recompute is None and self.layer in peers.layers()
         return functools.partial(self.call_peer, device) if has_kernels else None
 
     def call_peer(self, device: torch.device) -> None:
@@ -223,6 +224,29 @@ class DeltaLayerCase(LayerCase):
 
     def call_peer(self, device: torch.device) -> None:
         self.call_layer(make_layers(self.layer, self.d_model, device, torch.bfloat16, **self.options)[FLA], device)
+
+
+def layer_figures(row: Row, peer: str) -> dict[str, float]:
+    """The speed-ups and the ratio of the peaks over the other's layer, and the largest error."""
+    found = speedups(row, {peer: peer}, ("forward", "both"))
+    ours, theirs = (median(row.get(who), "peak") for who in ("ours", peer))
+    if ours and theirs:
+        found[f"peak over {peer}"] = ours / theirs
+    return found | {"largest error": max(errors_of(row).values())}
+
+
+def layer_tables(title: str, rows: Sequence[Row], peer: str) -> list[Table]:
+    """The times and the memory of ours beside the other's layer, and the errors of ours."""
+    columns = [text("layer", "name")]
+    for what, name in (("forward", "forward, ms"), ("both", "forward + backward, ms")):
+        columns += [figure(name, "ours", what), *versus(peer, peer, what)]
+    columns += [
+        figure("peak, MB", "ours", "peak", 1e6, 0),
+        figure(peer, peer, "peak", 1e6, 0),
+        ratio("ratio", "peak", "ours", peer),
+        figure("kept, kB", "ours", "kept", 1e3, 1),
+    ]
+    return [Table(title, columns, rows), largest_errors(rows, "name")]
 
 
 class Step(NamedTuple):

@@ -108,19 +108,30 @@ def operator(name: str) -> Callable[..., Any] | None:
     return found and adapt(found[0])
 
 
+def mamba3_scan() -> Callable[..., Tensor] | None:
+    """The scan of Mamba-3 of rank one, by its own names of arguments; None where it is not installed."""
+    found = imported("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined", "mamba3_siso_combined")
+    return None if found is None else found[0]
+
+
 def layers() -> dict[str, Callable[..., nn.Module]]:
-    """The mixers with causal-conv1d's kernels, by their names; none where one of the two packages cannot be imported."""
+    """The mixers with causal-conv1d's kernels, by their names; none where one of the two packages cannot be imported.
+
+    Mamba3 has no convolution, and needs mamba_ssm alone.
+    """
     # Without causal-conv1d the mixers can be imported, and run PyTorch's convolution.
     needed = (imported("causal_conv1d"), imported("mamba_ssm.modules.mamba_simple", "Mamba"))
     second = imported("mamba_ssm.modules.mamba2", "Mamba2")
-    return {} if None in (*needed, second) else {"Mamba": needed[1][0], "Mamba2": second[0]}
+    found = {} if None in (*needed, second) else {"Mamba": needed[1][0], "Mamba2": second[0]}
+    third = imported("mamba_ssm.modules.mamba3", "Mamba3")
+    return found if third is None else found | {"Mamba3": third[0]}
 
 
 def language_model() -> Callable[..., nn.Module] | None:
     """The language model, if installed with causal-conv1d; takes the layer's name, the configuration, device and dtype."""
     configs = imported("mamba_ssm.models.config_mamba", "MambaConfig")
     models = imported("mamba_ssm.models.mixer_seq_simple", "MambaLMHeadModel")
-    if not layers() or configs is None or models is None:
+    if "Mamba2" not in layers() or configs is None or models is None:
         return None
 
     def make(layer: str, config: dict[str, Any], **factory: Any) -> nn.Module:

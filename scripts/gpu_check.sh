@@ -227,7 +227,7 @@ examples() {
 
 benchmarks() {
   local name page start status=0 names=() files=()
-  for name in layers selective_scan ssd linear_scan summaries state_update delta_rule delta_rule_layers delta_rule_step mlstm causal_conv1d norms sizes overhead clients distributed; do
+  for name in layers selective_scan ssd linear_scan summaries state_update delta_rule delta_rule_layers delta_rule_step mamba3 mamba3_layers mlstm causal_conv1d norms sizes overhead clients distributed; do
     echo "-- $name"
     if [[ " ${BENCHMARKS:-$name} " != *" $name "* ]]; then
       echo "not measured: not among BENCHMARKS"

@@ -23,6 +23,8 @@ from benchmarks import (
     bench_delta_rule_layers,
     bench_delta_rule_step,
     bench_linear_scan,
+    bench_mamba3,
+    bench_mamba3_layers,
     bench_mlstm,
     bench_norms,
     bench_overhead,
@@ -235,6 +237,12 @@ def smallest(name: str) -> list:
             replace(case, batch=1, seqlen=24, heads=1, value_heads=2, key_dim=8, value_dim=4)
             for case in bench_delta_rule.CASES[3:]
         ],
+        "mamba3_chunk_scan": [
+            replace(case, batch=1, seqlen=24, heads=2, headdim=4, dstate=8)
+            for case in bench_mamba3.CASES
+            if case.sequences > 1 or case.ranks
+        ],
+        "mamba3_layers": [replace(case, **few, d_model=64) for case in bench_mamba3_layers.CASES[:1]],
         "mlstm_scan": [replace(case, **few, heads=2, key_dim=16, value_dim=16) for case in bench_mlstm.CASES[5:7]],
         "delta_rule_layers": [
             layer_cases.DeltaLayerCase(**few, d_model=32, heads=1, value_heads=2, key_dim=16, value_dim=16),
@@ -304,6 +312,12 @@ def test_page_has_every_table():
     if not any(result["benchmark"] == "mlstm_scan" for result in committed):
         scans = [replace(bench_mlstm.CASES[0], batch=1, seqlen=24, heads=1, key_dim=8, value_dim=4)]
         committed.insert(0, measured(bench_mlstm.BENCHMARK, RUN, scans))
+    if not any(result["benchmark"] == "mamba3_chunk_scan" for result in committed):
+        scans = [replace(bench_mamba3.CASES[0], batch=1, seqlen=24, heads=1, headdim=4, dstate=8)]
+        committed.insert(0, measured(bench_mamba3.BENCHMARK, RUN, scans))
+    if not any(result["benchmark"] == "mamba3_layers" for result in committed):
+        layers = [replace(bench_mamba3_layers.CASES[0], batch=1, seqlen=24, d_model=64)]
+        committed.insert(0, measured(bench_mamba3_layers.BENCHMARK, RUN, layers))
     if not any(result["benchmark"] == "sizes" for result in committed):
         sizes = [case for case in smallest_sizes() if case.operator == "causal_conv1d"]
         committed.insert(0, measured(bench_sizes.BENCHMARK, RUN, sizes))
