@@ -16,6 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS: dict[str, dict[str, Any]] = {
     "tiles": {"seqlen": 128, "dim": 64, "dstate": 16, "previous": "given"},
     "partial_tiles": {"seqlen": 77, "dim": 67, "dstate": 7, "previous": "repeat", "conjugate_pairs": False},
+    "chunks": {"seqlen": 139, "dim": 70, "dstate": 13, "previous": "given"},
     "groups": {"seqlen": 66, "dim": 128, "dstate": 16, "B": "groups", "C": "groups", "previous": "given"},
     "reverse": {"seqlen": 75, "dim": 64, "dstate": 4, "reverse": True, "previous": "given"},
     "constant": {"seqlen": 70, "dim": 70, "dstate": 6, "B": "constant", "C": "constant", "previous": "given"},
@@ -47,14 +48,14 @@ def test_float64_and_float32(rule: str, name: str) -> None:
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(rule: str, dtype: torch.dtype) -> None:
-    for name in ("tiles", "partial_tiles", "constant"):
+    for name in ("tiles", "partial_tiles", "chunks", "constant"):
         assert_agrees_with_cpu(make_inputs(rule, dtype=dtype, **OPTIONS[name]))
 
 
 @every_rule
 def test_channels_last_and_packed(rule: str) -> None:
     cu_seqlens = torch.tensor([0, 5, 5, 45, 110])
-    inputs = make_inputs(rule, batch=1, dim=40, seqlen=110, sequences=4, previous="given", cu_seqlens=cu_seqlens)
+    inputs = make_inputs(rule, batch=1, dim=40, seqlen=110, dstate=9, sequences=4, previous="given", cu_seqlens=cu_seqlens)
     assert_agrees_with_cpu(inputs)
     for name in ("u", "delta", "z", "B", "C"):
         inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
@@ -69,8 +70,21 @@ def test_angles_of_many_turns() -> None:
     assert_agrees_with_cpu(inputs)
 
 
-def test_same_bits_every_time() -> None:
-    inputs = on("cuda", make_inputs("zoh", seqlen=130, dim=200, dstate=16, dtype=torch.bfloat16))
+@pytest.mark.parametrize("rule", ["zoh", "exp_trapezoidal"])
+@pytest.mark.parametrize("B", ["per step", "constant"])
+def test_rates_of_minus_infinity(rule: str, B: str) -> None:
+    # The steps after the last one of a tile have a step size of zero, and 0 times infinity is not a number.
+    inputs = make_inputs(rule, seqlen=37, dim=40, dstate=5, B=B, dtype=torch.float32, previous="given")
+    inputs["A"] = torch.complex(inputs["A"].real.index_fill(1, torch.tensor([2]), -1e30), inputs["A"].imag)
+    expected = results_of(selective_scan, widened(inputs))
+    inputs["A"] = torch.complex(inputs["A"].real.index_fill(1, torch.tensor([2]), -torch.inf), inputs["A"].imag)
+    for name, value in results_of(selective_scan, on("cuda", inputs)).items():
+        assert relative_error(value, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("rule", ["zoh", "exp_trapezoidal"])
+def test_same_bits_every_time(rule: str) -> None:
+    inputs = on("cuda", make_inputs(rule, seqlen=130, dim=200, dstate=16, dtype=torch.bfloat16))
     first = results_of(selective_scan, inputs)
     for name, value in results_of(selective_scan, inputs).items():
         assert torch.equal(value, first[name]), name

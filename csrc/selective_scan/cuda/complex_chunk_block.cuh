@@ -1,0 +1,302 @@
+// The block of the backward of a chunk of complex states (complex_chunk_bwd.cuh): its shared memory, and its threads' work on
+// elements, which does not depend on the states.
+#pragma once
+
+#include "selective_scan/cuda/complex_bwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::complex_scan {
+
+constexpr int kChunkWarpStates = 2, kChunkWarps = 8, kChunkGroup = 8;
+constexpr int kMostChunkStates = kChunkWarpStates * kChunkWarps;
+static_assert(kShortChunk % kWarpSize == 0 && kLongChunk % kWarpSize == 0, "lanes stage whole rows of steps");
+static_assert(kChunkGroup * 4 == kWarpSize, "the butterfly adds four numbers of each step of a group");
+
+// Sums over the states; the last is that of two samples.
+enum ChunkSum { kChunkInput, kChunkStep, kChunkOutput, kChunkLam, kNumChunkSums };
+
+struct ChunkShared {
+  // Before the steps of `u` and B there is the sample before the chunk. parts: (warps, sums, channels, kChunkGroup).
+  // channel_sums: (warps, D and delta_bias, channels). states: (groups, two channels, threads).
+  float *delta, *u, *dy, *lam, *B, *C, *parts, *channel_sums, *bias, *skip;
+  float4* states;
+  int pitch, pitch_u, pitch_matrix, sums, bytes;
+
+  SSM_HOST_DEVICE ChunkShared(int warps, int chunk, bool has_lam, unsigned char* memory) {
+    float* next = reinterpret_cast<float*>(memory);
+    const auto allocate = [&](int count) {
+      float* const array = next;
+      next += (count + 3) / 4 * 4;
+      return array;
+    };
+    // Rows of steps are an odd number of vectors, so that eight neighboring channels are in different banks.
+    pitch = chunk + 4;
+    pitch_u = chunk + 12;
+    pitch_matrix = 2 * kChunkWarpStates * warps + 4;
+    sums = has_lam ? kNumChunkSums : kChunkLam;
+    states = reinterpret_cast<float4*>(allocate(chunk / kChunkGroup * 2 * warps * kWarpSize * 4));
+    delta = allocate(kBwdChannels * pitch);
+    dy = allocate(kBwdChannels * pitch);
+    lam = allocate(has_lam ? kBwdChannels * pitch : 0);
+    u = allocate(kBwdChannels * pitch_u) + 4;
+    B = allocate((chunk + 1) * pitch_matrix) + pitch_matrix;
+    C = allocate(chunk * pitch_matrix);
+    parts = allocate(warps * sums * kBwdChannels * kChunkGroup);
+    channel_sums = allocate(warps * 2 * kBwdChannels);
+    bias = allocate(kBwdChannels);
+    skip = allocate(kBwdChannels);
+    bytes = static_cast<int>(reinterpret_cast<unsigned char*>(next) - memory);
+  }
+  // The place of four steps of a channel in `parts`: halves of neighboring fours of channels alternate, so that eight
+  // neighboring channels are in different banks.
+  SSM_HOST_DEVICE float* part(int warp, int sum, int channel, int half) const {
+    return parts + ((warp * sums + sum) * kBwdChannels + channel) * kChunkGroup + 4 * (half ^ (channel >> 2 & 1));
+  }
+};
+
+template <typename Scalar, typename Rule>
+struct ChunkBlock {
+  static constexpr bool kTwo = Rule::kHasLam;  // whether the rule reads two samples
+  static constexpr int kG = kChunkGroup, kS = kChunkWarpStates;
+
+  const BwdPlan& plan;
+  const SelectiveScanBwdParams& p;
+  const TwoSampleParams& two;
+  const ChunkShared shared;
+  const Place place;
+  const int lane, warp, warps, chunk_length, channels, states;
+  const bool steps_are_neighbors, repeats;
+  const float weight;
+
+  __device__ __forceinline__ ChunkBlock(const BwdPlan& plan_, unsigned char* memory)
+      : plan(plan_),
+        p(plan_.p),
+        two(plan_.two),
+        shared(blockDim.x / kWarpSize, static_cast<int>(p.chunk_length), kTwo, memory),
+        place(p, plan_.tiles, kBwdChannels),
+        lane(threadIdx.x % kWarpSize),
+        warp(threadIdx.x / kWarpSize),
+        warps(blockDim.x / kWarpSize),
+        chunk_length(static_cast<int>(p.chunk_length)),
+        channels(static_cast<int>(place.end - place.channel)),
+        states(static_cast<int>(p.dstate / 2)),
+        steps_are_neighbors(p.u.stride_dim != 1),
+        repeats(two.repeats_first && (two.previous_u.data == nullptr || place.row.initial < 0)),
+        weight(two.conjugate_pairs ? 2.0f : 1.0f) {}
+
+  __device__ __forceinline__ float lam_of(float raw) const { return two.lam_sigmoid ? sigmoid(raw) : raw; }
+
+  // A (batch, dim, seqlen) tensor's chunk as rows along the dimension whose elements are neighbors, of which a lane has every
+  // 32nd element.
+  struct Rows {
+    Scalar* data;
+    int64_t stride, lane_stride;
+
+    __device__ __forceinline__ Rows(const ChunkBlock& block, const SequenceView& view, int64_t begin)
+        : data(static_cast<Scalar*>(view.data)),
+          stride(block.steps_are_neighbors ? view.stride_dim : view.stride_step),
+          lane_stride(block.steps_are_neighbors ? view.stride_step : view.stride_dim) {
+      data += block.place.row.batch * view.stride_batch + block.place.channel * view.stride_dim +
+              (block.place.row.begin + begin) * view.stride_step + block.lane * lane_stride;
+    }
+    __device__ __forceinline__ Scalar* at(int row, int part) const {
+      return data + row * stride + part * (kWarpSize * lane_stride);
+    }
+  };
+  // Visits the chunk's elements, `kRows` rows of a warp at a time: load(j, row, part) of all, then finish(j, row, part, t, c,
+  // is_inside), then end(row) for each row. A thread visits the same ones each time.
+  template <int kRows, typename Load, typename Finish, typename End>
+  __device__ __forceinline__ void visit_elements(int length, const Load& load, const Finish& finish, const End& end) const {
+    const int rows = steps_are_neighbors ? kBwdChannels : chunk_length;
+    const int parts = (steps_are_neighbors ? chunk_length : kBwdChannels) / kWarpSize;
+#pragma unroll 1
+    for (int first = warp; first < rows; first += kRows * warps) {
+      const auto visit = [&](const auto& visitor) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          const int row = first + j * warps;
+#pragma unroll
+          for (int part = 0; part < kMostParts; ++part) {
+            const int column = part * kWarpSize + lane;
+            const int t = steps_are_neighbors ? column : row, c = steps_are_neighbors ? row : column;
+            if (row < rows && part < parts) visitor(j * kMostParts + part, row, part, t, c, t < length && c < channels);
+          }
+        }
+      };
+      visit([&](int j, int row, int part, int, int, bool is_inside) {
+        if (is_inside) load(j, row, part);
+      });
+      visit(finish);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        if (first + j * warps < rows) end(first + j * warps);
+      }
+    }
+  }
+  static constexpr int kMostParts = kLongChunk / kWarpSize;
+  static_assert(kBwdChannels == kMostParts * kWarpSize, "both kinds of rows have at most so many elements of a lane");
+
+  __device__ __forceinline__ void stage_sequences(int64_t begin, int length) const {
+    constexpr int kRows = 2, kBatch = kRows * kMostParts;
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
+    const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
+    const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin);
+    Scalar raw_delta[kBatch], raw_u[kBatch], raw_grad[kBatch], raw_z[kBatch], raw_lam[kBatch];
+    visit_elements<kRows>(
+        length,
+        [&](int j, int row, int part) {
+          raw_delta[j] = *of_delta.at(row, part);
+          raw_u[j] = *of_u.at(row, part);
+          if (has_grad) raw_grad[j] = *of_grad.at(row, part);
+          if (has_gate) raw_z[j] = *of_z.at(row, part);
+          if constexpr (kTwo) raw_lam[j] = *of_lam.at(row, part);
+        },
+        [&](int j, int, int, int t, int c, bool is_inside) {
+          float delta = 0, u = 0, dy = 0, lam = 0;
+          if (is_inside) {
+            delta = cuda::to_accumulate(raw_delta[j]) + shared.bias[c];
+            if (p.delta_softplus) delta = softplus(delta);
+            u = cuda::to_accumulate(raw_u[j]);
+            if constexpr (!kTwo) u *= delta;
+            // The angle of an infinite step size is not a number.
+            delta = Math<float>::min(delta, 1e18f);
+            if (has_grad) dy = cuda::to_accumulate(raw_grad[j]);
+            if (has_gate) dy *= silu(cuda::to_accumulate(raw_z[j]));
+            if constexpr (kTwo) lam = lam_of(cuda::to_accumulate(raw_lam[j]));
+          }
+          shared.delta[c * shared.pitch + t] = delta;
+          shared.u[c * shared.pitch_u + t] = u;
+          shared.dy[c * shared.pitch + t] = dy;
+          if constexpr (kTwo) shared.lam[c * shared.pitch + t] = lam;
+        },
+        [](int) {});
+    if constexpr (kTwo) {
+      for (int c = threadIdx.x; c < kBwdChannels; c += blockDim.x) {
+        const float u = c < channels ? sample_before<Scalar>(p, two, place.row, place.channel + c, begin) : 0.0f;
+        shared.u[c * shared.pitch_u - 1] = u;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void stage_matrices(int64_t begin, int length) const {
+    constexpr int kColumns = 2 * kS;  // of a warp
+    const int columns = 2 * states;
+    const int64_t group_B = place.channel / (p.dim / p.B.groups), group_C = place.channel / (p.dim / p.C.groups);
+    const auto stage = [&](float* target, const MatrixView& matrix, int64_t group, bool is_C) {
+      const float* const source = static_cast<const float*>(matrix.data) + place.row.batch * matrix.stride_batch +
+                                  group * matrix.stride_channel + (place.row.begin + begin) * matrix.stride_step;
+      const auto put = [&](int t, int i, float value) {
+        target[t * shared.pitch_matrix + i] = is_C ? value * (i % 2 != 0 ? -weight : weight) : value;
+      };
+      if (matrix.stride_state != 1) {
+        float values[kColumns][kMostParts];
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          const int i = warp + j * warps;
+#pragma unroll
+          for (int part = 0; part < kMostParts; ++part) {
+            const int t = part * kWarpSize + lane;
+            values[j][part] = i < columns && t < length ? source[i * matrix.stride_state + t * matrix.stride_step] : 0.0f;
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+          for (int part = 0; part < kMostParts; ++part) {
+            const int i = warp + j * warps, t = part * kWarpSize + lane;
+            if (i < columns && t < chunk_length) put(t, i, values[j][part]);
+          }
+        }
+      } else if (lane < columns) {
+#pragma unroll 4
+        for (int t = warp; t < chunk_length; t += warps) {
+          put(t, lane, t < length ? source[lane + t * matrix.stride_step] : 0.0f);
+        }
+      }
+    };
+    static_assert(2 * kMostChunkStates <= kWarpSize, "a lane has at most one row of B and C");
+    stage(shared.B, p.B, group_B, false);
+    stage(shared.C, p.C, group_C, true);
+    if constexpr (kTwo) {
+      for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+        shared.B[i - shared.pitch_matrix] = matrix_before<float>(p, two, place.row, group_B, begin, i);
+      }
+    }
+  }
+
+  // The sums over states replace what the group has read.
+  __device__ __forceinline__ float* sum_of(int sum, int c, int t) const {
+    float* const array = sum == kChunkStep ? shared.delta : sum == kChunkOutput ? shared.dy : shared.lam;
+    return sum == kChunkInput ? shared.u + c * shared.pitch_u + t : array + c * shared.pitch + t;
+  }
+
+  // Writes the chunk's gradients.
+  __device__ __forceinline__ void write(int64_t begin, int length) const {
+    constexpr int kRows = 1, kBatch = kRows * kMostParts;
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
+    float* const own_sums = shared.channel_sums + warp * 2 * kBwdChannels;
+    const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
+    const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin), to_lam(*this, two.grad_lam, begin);
+    const Rows to_delta(*this, p.grad_delta, begin), to_u(*this, p.grad_u, begin), to_z(*this, p.grad_z, begin);
+    Scalar raw_delta[kBatch], raw_u[kBatch], raw_grad[kBatch], raw_z[kBatch], raw_lam[kBatch];
+    float row_D = 0, row_bias = 0;
+    visit_elements<kRows>(
+        length,
+        [&](int j, int row, int part) {
+          raw_delta[j] = *of_delta.at(row, part);
+          raw_u[j] = *of_u.at(row, part);
+          if (has_grad) raw_grad[j] = *of_grad.at(row, part);
+          if (has_gate) raw_z[j] = *of_z.at(row, part);
+          if constexpr (kTwo) raw_lam[j] = *of_lam.at(row, part);
+        },
+        [&](int j, int row, int part, int t, int c, bool is_inside) {
+          if (!is_inside) return;
+          const float D = shared.skip[c], raw = cuda::to_accumulate(raw_delta[j]) + shared.bias[c];
+          const float delta = p.delta_softplus ? softplus(raw) : raw, u = cuda::to_accumulate(raw_u[j]);
+          const float sum_input = *sum_of(kChunkInput, c, t);
+          float dy = has_grad ? cuda::to_accumulate(raw_grad[j]) : 0.0f;
+          if (has_gate) {
+            const float z = cuda::to_accumulate(raw_z[j]), slope = sigmoid(z);
+            if (p.grad_z.data != nullptr) {
+              const float y = Math<float>::fma(D, u, *sum_of(kChunkOutput, c, t));
+              *to_z.at(row, part) = cuda::from_accumulate<Scalar>(dy * y * silu_derivative(z, slope));
+            }
+            dy *= z * slope;
+          }
+          float of_step = *sum_of(kChunkStep, c, t);
+          if constexpr (!kTwo) of_step = Math<float>::fma(u, sum_input, of_step);
+          if (p.delta_softplus) of_step *= softplus_derivative(raw);
+          if (p.grad_u.data != nullptr) {
+            *to_u.at(row, part) = cuda::from_accumulate<Scalar>(Math<float>::fma(D, dy, kTwo ? sum_input : delta * sum_input));
+          }
+          if (p.grad_delta.data != nullptr) *to_delta.at(row, part) = cuda::from_accumulate<Scalar>(of_step);
+          if constexpr (kTwo) {
+            const float lam = lam_of(cuda::to_accumulate(raw_lam[j])), slope = two.lam_sigmoid ? lam * (1.0f - lam) : 1.0f;
+            if (two.grad_lam.data != nullptr) {
+              *to_lam.at(row, part) = cuda::from_accumulate<Scalar>(delta * *sum_of(kChunkLam, c, t) * slope);
+            }
+          }
+          if (steps_are_neighbors) {
+            row_D = Math<float>::fma(dy, u, row_D);
+            row_bias += of_step;
+          } else {
+            own_sums[c] = Math<float>::fma(dy, u, own_sums[c]);
+            own_sums[kBwdChannels + c] += of_step;
+          }
+        },
+        [&](int row) {
+          if (!steps_are_neighbors) return;
+#pragma unroll
+          for (int distance = kWarpSize / 2; distance >= 1; distance /= 2) {
+            row_D += __shfl_xor_sync(kAllLanes, row_D, distance);
+            row_bias += __shfl_xor_sync(kAllLanes, row_bias, distance);
+          }
+          if (lane == 0) {
+            own_sums[row] += row_D;
+            own_sums[kBwdChannels + row] += row_bias;
+          }
+          row_D = row_bias = 0;
+        });
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::complex_scan
