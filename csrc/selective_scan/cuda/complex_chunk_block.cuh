@@ -2,6 +2,7 @@
 // elements, which does not depend on the states.
 #pragma once
 
+#include "cuda/ptx/prefetch.cuh"
 #include "selective_scan/cuda/complex_bwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::complex_scan {
@@ -103,7 +104,7 @@ struct ChunkBlock {
     }
   };
   // Visits the chunk's elements, `kRows` rows of a warp at a time: load(j, row, part) of all, then finish(j, row, part, t, c,
-  // is_inside), then end(row) for each row. A thread visits the same ones each time.
+  // is_inside), then end(j, row) for each row. A thread visits the same ones each time.
   template <int kRows, typename Load, typename Finish, typename End>
   __device__ __forceinline__ void visit_elements(int length, const Load& load, const Finish& finish, const End& end) const {
     const int rows = steps_are_neighbors ? kBwdChannels : chunk_length;
@@ -128,15 +129,31 @@ struct ChunkBlock {
       visit(finish);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        if (first + j * warps < rows) end(first + j * warps);
+        if (first + j * warps < rows) end(j, first + j * warps);
       }
     }
   }
   static constexpr int kMostParts = kLongChunk / kWarpSize;
   static_assert(kBwdChannels == kMostParts * kWarpSize, "both kinds of rows have at most so many elements of a lane");
 
+  // Loads the sequences of a whole chunk, of which a line of the cache is a row, into the second-level cache.
+  __device__ __forceinline__ void prefetch(int64_t begin) const {
+    const SequenceView* const views[] = {&p.delta, &p.u, &p.grad_out, &p.z};
+    const int rows = steps_are_neighbors ? channels : chunk_length;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const SequenceView& view = *views[i];
+      if (view.data == nullptr) continue;
+      // Rows of a scan in reverse descend.
+      const bool descends = steps_are_neighbors && view.stride_step < 0;
+      const Scalar* const first = address<Scalar>(view, place.row, place.channel, begin + (descends ? chunk_length - 1 : 0));
+      const int64_t stride = steps_are_neighbors ? view.stride_dim : view.stride_step;
+      for (int row = threadIdx.x; row < rows; row += blockDim.x) cuda::prefetch(first + row * stride);
+    }
+  }
+
   __device__ __forceinline__ void stage_sequences(int64_t begin, int length) const {
-    constexpr int kRows = 2, kBatch = kRows * kMostParts;
+    constexpr int kRows = 4, kBatch = kRows * kMostParts;
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
     const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
     const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin);
@@ -168,7 +185,7 @@ struct ChunkBlock {
           shared.dy[c * shared.pitch + t] = dy;
           if constexpr (kTwo) shared.lam[c * shared.pitch + t] = lam;
         },
-        [](int) {});
+        [](int, int) {});
     if constexpr (kTwo) {
       for (int c = threadIdx.x; c < kBwdChannels; c += blockDim.x) {
         const float u = c < channels ? sample_before<Scalar>(p, two, place.row, place.channel + c, begin) : 0.0f;
@@ -231,14 +248,14 @@ struct ChunkBlock {
 
   // Writes the chunk's gradients.
   __device__ __forceinline__ void write(int64_t begin, int length) const {
-    constexpr int kRows = 1, kBatch = kRows * kMostParts;
+    constexpr int kRows = kTwo ? 2 : 4, kBatch = kRows * kMostParts;
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
     float* const own_sums = shared.channel_sums + warp * 2 * kBwdChannels;
     const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
     const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin), to_lam(*this, two.grad_lam, begin);
     const Rows to_delta(*this, p.grad_delta, begin), to_u(*this, p.grad_u, begin), to_z(*this, p.grad_z, begin);
     Scalar raw_delta[kBatch], raw_u[kBatch], raw_grad[kBatch], raw_z[kBatch], raw_lam[kBatch];
-    float row_D = 0, row_bias = 0;
+    float row_D[kRows] = {}, row_bias[kRows] = {};
     visit_elements<kRows>(
         length,
         [&](int j, int row, int part) {
@@ -276,25 +293,25 @@ struct ChunkBlock {
             }
           }
           if (steps_are_neighbors) {
-            row_D = Math<float>::fma(dy, u, row_D);
-            row_bias += of_step;
+            row_D[j / kMostParts] = Math<float>::fma(dy, u, row_D[j / kMostParts]);
+            row_bias[j / kMostParts] += of_step;
           } else {
             own_sums[c] = Math<float>::fma(dy, u, own_sums[c]);
             own_sums[kBwdChannels + c] += of_step;
           }
         },
-        [&](int row) {
+        [&](int j, int row) {
           if (!steps_are_neighbors) return;
 #pragma unroll
           for (int distance = kWarpSize / 2; distance >= 1; distance /= 2) {
-            row_D += __shfl_xor_sync(kAllLanes, row_D, distance);
-            row_bias += __shfl_xor_sync(kAllLanes, row_bias, distance);
+            row_D[j] += __shfl_xor_sync(kAllLanes, row_D[j], distance);
+            row_bias[j] += __shfl_xor_sync(kAllLanes, row_bias[j], distance);
           }
           if (lane == 0) {
-            own_sums[row] += row_D;
-            own_sums[kBwdChannels + row] += row_bias;
+            own_sums[row] += row_D[j];
+            own_sums[kBwdChannels + row] += row_bias[j];
           }
-          row_D = row_bias = 0;
+          row_D[j] = row_bias[j] = 0;
         });
   }
 };

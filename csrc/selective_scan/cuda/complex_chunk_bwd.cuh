@@ -349,6 +349,7 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
       Number h[2][kS];
       load_state_before(chunk, h);
       __syncthreads();
+      if (chunk > 0) this->prefetch(begin - chunk_length);
       scan_forward(groups, h);
 #pragma unroll 1
       for (int group = groups - 1; group >= 0; --group) scan_group(begin, group * kG, length);
