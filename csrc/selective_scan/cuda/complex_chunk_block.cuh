@@ -16,11 +16,13 @@ static_assert(kChunkGroup * 4 == kWarpSize, "the butterfly adds four numbers of 
 enum ChunkSum { kChunkInput, kChunkStep, kChunkOutput, kChunkLam, kNumChunkSums };
 
 struct ChunkShared {
+  // The rows of B and C are as long for all numbers of states, so that addresses of steps are constants.
+  static constexpr int kPitchMatrix = 2 * kMostChunkStates + 4;
   // Before the steps of `u` and B there is the sample before the chunk. parts: (warps, sums, channels, kChunkGroup).
   // channel_sums: (warps, D and delta_bias, channels). states: (groups, two channels, threads).
   float *delta, *u, *dy, *lam, *B, *C, *parts, *channel_sums, *bias, *skip;
   float4* states;
-  int pitch, pitch_u, pitch_matrix, sums, bytes;
+  int pitch, pitch_u, sums, bytes;
 
   SSM_HOST_DEVICE ChunkShared(int warps, int chunk, bool has_lam, unsigned char* memory) {
     float* next = reinterpret_cast<float*>(memory);
@@ -32,15 +34,14 @@ struct ChunkShared {
     // Rows of steps are an odd number of vectors, so that eight neighboring channels are in different banks.
     pitch = chunk + 4;
     pitch_u = chunk + 12;
-    pitch_matrix = 2 * kChunkWarpStates * warps + 4;
     sums = has_lam ? kNumChunkSums : kChunkLam;
     states = reinterpret_cast<float4*>(allocate(chunk / kChunkGroup * 2 * warps * kWarpSize * 4));
     delta = allocate(kBwdChannels * pitch);
     dy = allocate(kBwdChannels * pitch);
     lam = allocate(has_lam ? kBwdChannels * pitch : 0);
     u = allocate(kBwdChannels * pitch_u) + 4;
-    B = allocate((chunk + 1) * pitch_matrix) + pitch_matrix;
-    C = allocate(chunk * pitch_matrix);
+    B = allocate((chunk + 1) * kPitchMatrix) + kPitchMatrix;
+    C = allocate(chunk * kPitchMatrix);
     parts = allocate(warps * sums * kBwdChannels * kChunkGroup);
     channel_sums = allocate(warps * 2 * kBwdChannels);
     bias = allocate(kBwdChannels);
@@ -86,27 +87,31 @@ struct ChunkBlock {
 
   __device__ __forceinline__ float lam_of(float raw) const { return two.lam_sigmoid ? sigmoid(raw) : raw; }
 
-  // A (batch, dim, seqlen) tensor's chunk as rows along the dimension whose elements are neighbors, of which a lane has every
-  // 32nd element.
+  // A (batch, dim, seqlen) tensor's chunk as rows along the dimension whose elements are neighbors. A warp has every row of so
+  // many, and a lane every 32nd element of it.
   struct Rows {
     Scalar* data;
-    int64_t stride, lane_stride;
+    int64_t stride, part_stride;
 
     __device__ __forceinline__ Rows(const ChunkBlock& block, const SequenceView& view, int64_t begin)
-        : data(static_cast<Scalar*>(view.data)),
-          stride(block.steps_are_neighbors ? view.stride_dim : view.stride_step),
-          lane_stride(block.steps_are_neighbors ? view.stride_step : view.stride_dim) {
+        : data(static_cast<Scalar*>(view.data)) {
+      const bool along = block.steps_are_neighbors;
+      const int64_t row_stride = along ? view.stride_dim : view.stride_step;
+      const int64_t lane_stride = along ? view.stride_step : view.stride_dim;
       data += block.place.row.batch * view.stride_batch + block.place.channel * view.stride_dim +
-              (block.place.row.begin + begin) * view.stride_step + block.lane * lane_stride;
+              (block.place.row.begin + begin) * view.stride_step + block.warp * row_stride + block.lane * lane_stride;
+      stride = block.warps * row_stride;
+      part_stride = kWarpSize * lane_stride;
     }
-    __device__ __forceinline__ Scalar* at(int row, int part) const {
-      return data + row * stride + part * (kWarpSize * lane_stride);
-    }
+    // Element `j` of those that a thread visits together.
+    __device__ __forceinline__ Scalar* at(int j) const { return data + j / kMostParts * stride + j % kMostParts * part_stride; }
+    __device__ __forceinline__ void advance(int rows) { data += rows * stride; }
   };
-  // Visits the chunk's elements, `kRows` rows of a warp at a time: load(j, row, part) of all, then finish(j, row, part, t, c,
-  // is_inside), then end(j, row) for each row. A thread visits the same ones each time.
-  template <int kRows, typename Load, typename Finish, typename End>
-  __device__ __forceinline__ void visit_elements(int length, const Load& load, const Finish& finish, const End& end) const {
+  // Visits the chunk's elements, `kRows` rows of a warp at a time: load(j) of all, then finish(j, t, c, is_inside), then
+  // end(j, row) for each row, then advance(). A thread visits the same ones each time.
+  template <int kRows, typename Load, typename Finish, typename End, typename Advance>
+  __device__ __forceinline__ void visit_elements(int length, const Load& load, const Finish& finish, const End& end,
+                                                 const Advance& advance) const {
     const int rows = steps_are_neighbors ? kBwdChannels : chunk_length;
     const int parts = (steps_are_neighbors ? chunk_length : kBwdChannels) / kWarpSize;
 #pragma unroll 1
@@ -119,19 +124,24 @@ struct ChunkBlock {
           for (int part = 0; part < kMostParts; ++part) {
             const int column = part * kWarpSize + lane;
             const int t = steps_are_neighbors ? column : row, c = steps_are_neighbors ? row : column;
-            if (row < rows && part < parts) visitor(j * kMostParts + part, row, part, t, c, t < length && c < channels);
+            if (row < rows && part < parts) visitor(j * kMostParts + part, t, c, t < length && c < channels);
           }
         }
       };
-      visit([&](int j, int row, int part, int, int, bool is_inside) {
-        if (is_inside) load(j, row, part);
+      visit([&](int j, int, int, bool is_inside) {
+        if (is_inside) load(j);
       });
       visit(finish);
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
         if (first + j * warps < rows) end(j, first + j * warps);
       }
+      advance();
     }
+  }
+  template <typename... Tensors>
+  __device__ __forceinline__ static void advance_all(int rows, Tensors&... tensors) {
+    (tensors.advance(rows), ...);
   }
   static constexpr int kMostParts = kLongChunk / kWarpSize;
   static_assert(kBwdChannels == kMostParts * kWarpSize, "both kinds of rows have at most so many elements of a lane");
@@ -155,19 +165,19 @@ struct ChunkBlock {
   __device__ __forceinline__ void stage_sequences(int64_t begin, int length) const {
     constexpr int kRows = 4, kBatch = kRows * kMostParts;
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-    const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
-    const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin);
+    Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
+    Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin);
     Scalar raw_delta[kBatch], raw_u[kBatch], raw_grad[kBatch], raw_z[kBatch], raw_lam[kBatch];
     visit_elements<kRows>(
         length,
-        [&](int j, int row, int part) {
-          raw_delta[j] = *of_delta.at(row, part);
-          raw_u[j] = *of_u.at(row, part);
-          if (has_grad) raw_grad[j] = *of_grad.at(row, part);
-          if (has_gate) raw_z[j] = *of_z.at(row, part);
-          if constexpr (kTwo) raw_lam[j] = *of_lam.at(row, part);
+        [&](int j) {
+          raw_delta[j] = *of_delta.at(j);
+          raw_u[j] = *of_u.at(j);
+          if (has_grad) raw_grad[j] = *of_grad.at(j);
+          if (has_gate) raw_z[j] = *of_z.at(j);
+          if constexpr (kTwo) raw_lam[j] = *of_lam.at(j);
         },
-        [&](int j, int, int, int t, int c, bool is_inside) {
+        [&](int j, int t, int c, bool is_inside) {
           float delta = 0, u = 0, dy = 0, lam = 0;
           if (is_inside) {
             delta = cuda::to_accumulate(raw_delta[j]) + shared.bias[c];
@@ -185,7 +195,7 @@ struct ChunkBlock {
           shared.dy[c * shared.pitch + t] = dy;
           if constexpr (kTwo) shared.lam[c * shared.pitch + t] = lam;
         },
-        [](int, int) {});
+        [](int, int) {}, [&]() { advance_all(kRows, of_delta, of_u, of_grad, of_z, of_lam); });
     if constexpr (kTwo) {
       for (int c = threadIdx.x; c < kBwdChannels; c += blockDim.x) {
         const float u = c < channels ? sample_before<Scalar>(p, two, place.row, place.channel + c, begin) : 0.0f;
@@ -202,7 +212,7 @@ struct ChunkBlock {
       const float* const source = static_cast<const float*>(matrix.data) + place.row.batch * matrix.stride_batch +
                                   group * matrix.stride_channel + (place.row.begin + begin) * matrix.stride_step;
       const auto put = [&](int t, int i, float value) {
-        target[t * shared.pitch_matrix + i] = is_C ? value * (i % 2 != 0 ? -weight : weight) : value;
+        target[t * ChunkShared::kPitchMatrix + i] = is_C ? value * (i % 2 != 0 ? -weight : weight) : value;
       };
       if (matrix.stride_state != 1) {
         float values[kColumns][kMostParts];
@@ -235,7 +245,7 @@ struct ChunkBlock {
     stage(shared.C, p.C, group_C, true);
     if constexpr (kTwo) {
       for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        shared.B[i - shared.pitch_matrix] = matrix_before<float>(p, two, place.row, group_B, begin, i);
+        shared.B[i - ChunkShared::kPitchMatrix] = matrix_before<float>(p, two, place.row, group_B, begin, i);
       }
     }
   }
@@ -251,21 +261,21 @@ struct ChunkBlock {
     constexpr int kRows = kTwo ? 2 : 4, kBatch = kRows * kMostParts;
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
     float* const own_sums = shared.channel_sums + warp * 2 * kBwdChannels;
-    const Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
-    const Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin), to_lam(*this, two.grad_lam, begin);
-    const Rows to_delta(*this, p.grad_delta, begin), to_u(*this, p.grad_u, begin), to_z(*this, p.grad_z, begin);
+    Rows of_delta(*this, p.delta, begin), of_u(*this, p.u, begin), of_grad(*this, p.grad_out, begin);
+    Rows of_z(*this, p.z, begin), of_lam(*this, two.lam, begin), to_lam(*this, two.grad_lam, begin);
+    Rows to_delta(*this, p.grad_delta, begin), to_u(*this, p.grad_u, begin), to_z(*this, p.grad_z, begin);
     Scalar raw_delta[kBatch], raw_u[kBatch], raw_grad[kBatch], raw_z[kBatch], raw_lam[kBatch];
     float row_D[kRows] = {}, row_bias[kRows] = {};
     visit_elements<kRows>(
         length,
-        [&](int j, int row, int part) {
-          raw_delta[j] = *of_delta.at(row, part);
-          raw_u[j] = *of_u.at(row, part);
-          if (has_grad) raw_grad[j] = *of_grad.at(row, part);
-          if (has_gate) raw_z[j] = *of_z.at(row, part);
-          if constexpr (kTwo) raw_lam[j] = *of_lam.at(row, part);
+        [&](int j) {
+          raw_delta[j] = *of_delta.at(j);
+          raw_u[j] = *of_u.at(j);
+          if (has_grad) raw_grad[j] = *of_grad.at(j);
+          if (has_gate) raw_z[j] = *of_z.at(j);
+          if constexpr (kTwo) raw_lam[j] = *of_lam.at(j);
         },
-        [&](int j, int row, int part, int t, int c, bool is_inside) {
+        [&](int j, int t, int c, bool is_inside) {
           if (!is_inside) return;
           const float D = shared.skip[c], raw = cuda::to_accumulate(raw_delta[j]) + shared.bias[c];
           const float delta = p.delta_softplus ? softplus(raw) : raw, u = cuda::to_accumulate(raw_u[j]);
@@ -275,7 +285,7 @@ struct ChunkBlock {
             const float z = cuda::to_accumulate(raw_z[j]), slope = sigmoid(z);
             if (p.grad_z.data != nullptr) {
               const float y = Math<float>::fma(D, u, *sum_of(kChunkOutput, c, t));
-              *to_z.at(row, part) = cuda::from_accumulate<Scalar>(dy * y * silu_derivative(z, slope));
+              *to_z.at(j) = cuda::from_accumulate<Scalar>(dy * y * silu_derivative(z, slope));
             }
             dy *= z * slope;
           }
@@ -283,13 +293,13 @@ struct ChunkBlock {
           if constexpr (!kTwo) of_step = Math<float>::fma(u, sum_input, of_step);
           if (p.delta_softplus) of_step *= softplus_derivative(raw);
           if (p.grad_u.data != nullptr) {
-            *to_u.at(row, part) = cuda::from_accumulate<Scalar>(Math<float>::fma(D, dy, kTwo ? sum_input : delta * sum_input));
+            *to_u.at(j) = cuda::from_accumulate<Scalar>(Math<float>::fma(D, dy, kTwo ? sum_input : delta * sum_input));
           }
-          if (p.grad_delta.data != nullptr) *to_delta.at(row, part) = cuda::from_accumulate<Scalar>(of_step);
+          if (p.grad_delta.data != nullptr) *to_delta.at(j) = cuda::from_accumulate<Scalar>(of_step);
           if constexpr (kTwo) {
             const float lam = lam_of(cuda::to_accumulate(raw_lam[j])), slope = two.lam_sigmoid ? lam * (1.0f - lam) : 1.0f;
             if (two.grad_lam.data != nullptr) {
-              *to_lam.at(row, part) = cuda::from_accumulate<Scalar>(delta * *sum_of(kChunkLam, c, t) * slope);
+              *to_lam.at(j) = cuda::from_accumulate<Scalar>(delta * *sum_of(kChunkLam, c, t) * slope);
             }
           }
           if (steps_are_neighbors) {
@@ -312,7 +322,8 @@ struct ChunkBlock {
             own_sums[kBwdChannels + row] += row_bias[j];
           }
           row_D[j] = row_bias[j] = 0;
-        });
+        },
+        [&]() { advance_all(kRows, of_delta, of_u, of_grad, of_z, of_lam, to_lam, to_delta, to_u, to_z); });
   }
 };
 

@@ -160,7 +160,7 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
     __device__ __forceinline__ float of_B_before(int t) const { return delta[t] * (1.0f - lam[t]) * u_before(t); }
   };
   __device__ __forceinline__ Number matrix(const float* array, int t, int s) const {
-    const float2 v = *reinterpret_cast<const float2*>(array + t * shared.pitch_matrix + 2 * state(s));
+    const float2 v = *reinterpret_cast<const float2*>(array + t * ChunkShared::kPitchMatrix + 2 * state(s));
     return Number(v.x, v.y);
   }
   // H of a step.
@@ -315,11 +315,15 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
       }
     });
     __syncthreads();
-    for (int e = threadIdx.x; e < shared.sums * kBwdChannels * 2; e += blockDim.x) {
+    constexpr int kSums = kTwo ? kNumChunkSums : kChunkLam;
+    for (int e = threadIdx.x; e < kSums * kBwdChannels * 2; e += blockDim.x) {
       const int half = e % 2, c = e / 2 % kBwdChannels, i = e / (2 * kBwdChannels);
-      float4 total = make_float4(0, 0, 0, 0);
-      for (int w = 0; w < warps; ++w) {
-        const float4 v = *reinterpret_cast<const float4*>(shared.part(w, i, c, half));
+      const float4* const source = reinterpret_cast<const float4*>(shared.part(0, i, c, half));
+      float4 total = source[0];
+#pragma unroll
+      for (int w = 1; w < kChunkWarps; ++w) {
+        if (w >= warps) break;
+        const float4 v = source[w * (kSums * kBwdChannels * kG / 4)];
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
       }
       *reinterpret_cast<float4*>(this->sum_of(i, c, first + 4 * half)) = total;
