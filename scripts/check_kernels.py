@@ -73,6 +73,7 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::warp_scan::warp_scan_separate_(two_sample_)?bwd_kernel<double>@"): 640,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<float, (8|16), .*>@"): 800,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<double, .*>@"): 2400,
+    re.compile(r"selective_scan::dense::channel::dense_channel_(fwd|bwd)_kernel@"): 4800,
     re.compile(r"selective_scan::complex_scan::complex_scan_bwd_kernel<\w+, \w+>@"): 6400,
     re.compile(r"selective_scan::complex_scan::complex_chunk_bwd_kernel<\w+, .*>@"): 4000,
     re.compile(r"selective_scan::complex_scan::complex_scan_fwd_kernel<\w+, true>@"): 120,

@@ -235,7 +235,34 @@ SSM_HOST_DEVICE void qr_step(const SchurForm& m, const Group& group, int low, in
   }
 }
 
+// Exchanges the real eigenvalue of row k with the complex pair of rows k + 1 and k + 2. The reflection takes w, with
+// w^T T = T_kk w^T in these three rows, to the last of them.
+template <typename Group>
+SSM_HOST_DEVICE void exchange(const SchurForm& m, const Group& group, int k) {
+  double a = m.t(k + 1, k + 1) - m.t(k, k), b = m.t(k + 1, k + 2), c = m.t(k + 2, k + 1), d = m.t(k + 2, k + 2) - m.t(k, k);
+  const double s = fabs(a) + fabs(b) + fabs(c) + fabs(d), first = m.t(k, k + 1) / s, second = m.t(k, k + 2) / s;
+  a /= s, b /= s, c /= s, d /= s;
+  double v[3] = {first * b - second * a, second * c - first * d, a * d - b * c}, value;
+  group.sync();
+  const double scale = reflection(v, 3, value);
+  const double reversed[3] = {v[2], v[1], v[0]};
+  reflect(m, group, reversed, scale, k, 3, k, k + 3);
+  if (group.lane == 0) m.t(k + 2, k) = m.t(k + 2, k + 1) = 0;
+  group.sync();
+  standardize(m, group, k);
+}
+
 }  // namespace schur
+
+// Moves complex pairs so that each begins in an even row. Rows 2 i and 2 i + 1 are then a block on the diagonal for each i.
+template <typename Group>
+SSM_HOST_DEVICE void align_pairs(const SchurForm& m, const Group& group) {
+  for (int k = 0; k + 2 < m.n; k += 2) {
+    const bool is_odd_pair = m.t(k + 1, k) == 0 && m.t(k + 2, k + 1) != 0;
+    group.sync();
+    if (is_odd_pair) schur::exchange(m, group, k);
+  }
+}
 
 // On entry T is A. kLargest is at least n. A matrix with an entry that is not finite, or, which has not been seen, without
 // convergence, has T = NaN and Q = I.

@@ -110,7 +110,7 @@ __global__ __launch_bounds__(L::kThreads, L::kBlocks) void dense_bwd_kernel(cons
                                     first * gate.stride_dim + begin * gate.stride_step;
         const Scalar* const from = static_cast<const Scalar*>(view.data) + row.batch * view.stride_batch +
                                    first * view.stride_dim + begin * view.stride_step;
-        for_each_of_tile<L, L::kStates>(steps, count, is_along_steps(view.stride_step), [&](int t, int c) {
+        for_each_of_tile<L, L::kChannels>(steps, count, is_along_steps(view.stride_step), [&](int t, int c) {
           Acc value = view.data == nullptr ? Acc(0) : cuda::to_accumulate(from[c * view.stride_dim + t * view.stride_step]);
           if (gate.data != nullptr) value *= silu(cuda::to_accumulate(gates[c * gate.stride_dim + t * gate.stride_step]));
           shared.grad_y[t][c] = value;

@@ -28,6 +28,7 @@ __global__ __launch_bounds__(cuda::kWarpSize,
   }
   __syncwarp();
   reduce_to_schur<kLargest>(form, Warp());
+  if (kLargest == 16) align_pairs(form, Warp());  // for dense_channel.cuh
   const int size = padded * padded;
   Acc* const result = static_cast<Acc*>(p.result) + blockIdx.x * static_cast<int64_t>(size);
   for (int i = lane; i < size; i += cuda::kWarpSize) {

@@ -1,3 +1,4 @@
+#include "selective_scan/cuda/dense_channel_fwd.cuh"
 #include "selective_scan/cuda/dense_fwd.cuh"
 #include "selective_scan/cuda/dense_reduce.cuh"
 
@@ -13,7 +14,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const DenseParams& 
     return is_short ? launch_fwd_kernel<Layout<double, 16, 1, 4>>(params, dense, kind, stream)
                     : launch_fwd_kernel<Layout<double, 32, 1, 4>>(params, dense, kind, stream);
   }
-  return is_short ? launch_fwd_kernel<Layout<float, 8, 2, 4, 4>>(params, dense, kind, stream)
+  return is_short ? channel::launch_channel_fwd_kernel(params, dense, kind, stream)
                   : launch_fwd_kernel<Layout<float, 32, 1, 4>>(params, dense, kind, stream);
 }
 
