@@ -11,8 +11,8 @@
 // backward rotates again.
 //
 // With ranks (MIMO), B, C, k and q have R rows a step, v^r_t = x_t mimo_x^r, x_t k_t^T becomes sum_r v^r_t (k^r_t)^T, and the
-// outputs are y^r_t = S_t q^r_t + D v^r_t. Norm, gate and sum of the ranks are part of the scan (ssd/aten/ranks.h), which is
-// then PyTorch matmuls on every device.
+// outputs are y^r_t = S_t q^r_t + D v^r_t. Norm, gate and sum of the ranks are part of the scan: PyTorch matmuls
+// (ssd/aten/ranks.h), or on CUDA the kernels of one sample a step (ssd/cuda/ranks.cpp).
 //
 // k and q are in the frame of the sequence: theta counts from the beginning of the sequence, or from the given angle. Only
 // differences of phases have an effect on y, but the last k and S are states in this frame.
@@ -224,19 +224,23 @@ at::Tensor inputs_before(const Inputs& in) {
 
 ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight, in.norm_eps}; }
 
+// The type of the scan's sequences: with ranks on CUDA that of x, whose fp16 and bf16 have wgmma kernels.
+at::ScalarType scan_dtype(const Inputs& in) { return in.has_ranks() && in.x.is_cuda() ? in.x.scalar_type() : in.wide(); }
+
 // The scan that follows the rotation. `ranks` outlives it.
 ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks) {
   const auto wide = [&](const OptionalTensor& tensor) {
     return is_present(tensor) ? OptionalTensor(tensor->to(in.wide())) : OptionalTensor();
   };
   ssd::TwoSampleInputs scan;
-  scan.x = in.x.to(in.wide());
+  const at::ScalarType dtype = scan_dtype(in);
+  scan.x = in.x.to(dtype);
   scan.dt = in.dt.to(in.wide());
   scan.A = in.A.to(in.wide());
-  scan.B = rotation.k;
-  scan.C = rotation.q;
+  scan.B = rotation.k.to(dtype);
+  scan.C = rotation.q.to(dtype);
   scan.D = in.D;
-  scan.z = wide(in.z);
+  if (is_present(in.z)) scan.z = in.z->to(dtype);
   scan.initial_states = in.initial_ssm;
   scan.lam = in.trap.to(in.wide());
   if (in.has_ranks()) {
@@ -385,13 +389,12 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
     adjoint_without_steps(bwd, grads);
     return grads;
   }
-  const auto wide = [&](const OptionalTensor& tensor) {
-    return is_present(tensor) ? OptionalTensor(tensor->to(in.wide())) : OptionalTensor();
-  };
   Rotation rotation = rotate(in);
   const ssd::Ranks ranks = ranks_of(in);
   const ssd::RankGrads rank_grads = zero_rank_grads(grads);
-  ssd::TwoSampleBwdInputs of_scan{wide(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation, ranks), {}, &rank_grads};
+  const OptionalTensor grad_out =
+      is_present(bwd.grad_out) ? OptionalTensor(bwd.grad_out->to(scan_dtype(in))) : OptionalTensor();
+  ssd::TwoSampleBwdInputs of_scan{grad_out, bwd.grad_final_ssm, scan_of(in, rotation, ranks), {}, &rank_grads};
   const bool needs_phases = needs(kGradAngles) || needs(kGradDt) || needs(kGradInitialAngle);
   const bool needs_rows =
       needs_phases || needs(kGradB) || needs(kGradC) || needs(kGradBBias) || needs(kGradCBias) || needs(kGradInitialK);
@@ -408,7 +411,8 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   ask(ssd::kGradPreviousX, needs(kGradInitialX) || needs(kGradMimoX));
   ask(ssd::kGradPreviousB, needs(kGradInitialK));
   const ssd::TwoSampleGrads found = ssd::two_sample_scan_adjoint(of_scan, kRule);
-  const at::Tensor &grad_x = found[ssd::kGradX], &grad_k = found[ssd::kGradB], &grad_q = found[ssd::kGradC];
+  const at::Tensor& grad_x = found[ssd::kGradX];
+  const at::Tensor grad_k = found[ssd::kGradB].to(in.wide()), grad_q = found[ssd::kGradC].to(in.wide());
   at::Tensor grad_initial_x = found[ssd::kGradPreviousX], grad_initial_k = found[ssd::kGradPreviousB];
   if (in.has_ranks()) {
     if (grad_initial_x.numel() > 0) grad_initial_x = inputs_before_adjoint(in, grad_initial_x, rank_grads.x);

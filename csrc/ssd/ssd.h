@@ -74,9 +74,11 @@ struct GivenGates {
 struct SsdLogFwdParams : SsdFwdParams {
   GivenGates gates;
 };
-// With a gain on the diagonal (Inputs::diagonal_gain), of the gates' type and strides.
+// With a gain on the diagonal (Inputs::diagonal_gain), of the gates' type and strides. A step may have 2 to the power rank_shift
+// consecutive rows (Inputs::rank_shift), at most eight.
 struct SsdDiagonalFwdParams : SsdLogFwdParams {
   int64_t diagonal_gain_offset = 0;  // from a log decay to its diagonal gain, in bytes
+  int rank_shift = 0;
 };
 struct SsdLogBwdParams : SsdBwdParams {
   GivenGates gates;
@@ -86,6 +88,7 @@ struct SsdLogBwdParams : SsdBwdParams {
 struct SsdDiagonalBwdParams : SsdLogBwdParams {
   int64_t diagonal_gain_offset = 0;
   RowsView grad_diagonal_gain;  // as grad_gain
+  int rank_shift = 0;
 };
 
 SSM_KERNEL_STRUCT(SsdFwdParams, 640);
@@ -93,6 +96,6 @@ SSM_KERNEL_STRUCT(SsdBwdParams, 624);
 SSM_KERNEL_STRUCT(SsdLogFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdLogBwdParams, 776);
 SSM_KERNEL_STRUCT(SsdDiagonalFwdParams, 640);
-SSM_KERNEL_STRUCT(SsdDiagonalBwdParams, 816);
+SSM_KERNEL_STRUCT(SsdDiagonalBwdParams, 824);
 
 }  // namespace ssm_kernels::ssd

@@ -357,6 +357,7 @@ FwdOutputs fwd(const Inputs& in) {
   if (in.x.is_meta()) return meta<check_inputs, allocate_fwd>(in);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.x.is_cuda() && in.ranks == nullptr) return fwd_cuda(in);
+  if (in.x.is_cuda() && takes_rank_kernels(in, /*is_backward=*/false)) return fwd_ranks_cuda(in);
 #endif
   return fwd_aten(in);
 }
@@ -365,6 +366,7 @@ GradTensors bwd(const BwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (bwd.in.x.is_cuda() && bwd.in.ranks == nullptr) return bwd_cuda(bwd);
+  if (bwd.in.x.is_cuda() && takes_rank_kernels(bwd.in, /*is_backward=*/true)) return bwd_ranks_cuda(bwd);
 #endif
   return bwd_aten(bwd);
 }

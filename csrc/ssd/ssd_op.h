@@ -58,6 +58,10 @@ struct Inputs {
   OptionalTensor diagonal_gain;
   // Calls with ranks have given gates and a gain on the diagonal.
   const Ranks* ranks = nullptr;
+  // For calls with a gain on the diagonal that CUDA kernels take: a step is 2^rank_shift consecutive rows of x, B, C and the
+  // gates, at most eight. All of them read the state before the step, and the diagonal is the block of all pairs of rows of a
+  // step. The first row has the log decay and receives its gradient; the others have a log decay of 0.
+  int rank_shift = 0;
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
@@ -207,6 +211,10 @@ struct SummaryBwdInputs {
 FwdOutputs fwd_cuda(const Inputs& in);
 StatesOutputs states_cuda(const StatesInputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
+// The same with ranks, where takes_rank_kernels() (ranks.cpp).
+bool takes_rank_kernels(const Inputs& in, bool is_backward);
+FwdOutputs fwd_ranks_cuda(const Inputs& in);
+GradTensors bwd_ranks_cuda(const BwdInputs& bwd);
 // Whether backward of a call on CUDA runs kernels, which write BwdInputs::out_products.
 bool writes_out_products(const Inputs& in);
 // Whether forward of a call on CUDA runs kernels that take out_factor.

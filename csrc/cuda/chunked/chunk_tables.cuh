@@ -37,7 +37,8 @@ using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTable
 // decay from step j to the state that step i reads is the exponential of log2_before[i] - log2_cumsum[j]. It is at most one for
 // j < i, and not used for j = i. exp_cumsum then is the decay from before the chunk to the state that the step reads.
 struct DiagonalTables {
-  alignas(16) float log2_before[kChunk];  // the sum up to the previous step: zero where a sequence begins
+  // The sum up to the previous step: zero where a sequence begins. All rows of a step have the one of its first row.
+  alignas(16) float log2_before[kChunk];
   float diagonal_gain[kChunk];
 };
 struct DiagonalChunkTables : ChunkTables, DiagonalTables {};
@@ -160,6 +161,11 @@ struct ChunkCumsum : DiagonalCumsum<count, ChunkSum<typename Gates::Scalar>, kHa
       if constexpr (kHasDiagonalGain<Gates>) {
         this->log2_before[k][0] = steps[k].resets[0] == 0 && lane > 0 ? before : Sum(0);
         this->log2_before[k][1] = steps[k].resets[1] == 0 ? log2_cumsum[k][0] : Sum(0);
+        if (p.rank_shift > 0) {
+          const int first_lane = lane >> (p.rank_shift - 1) << (p.rank_shift - 1);
+          this->log2_before[k][0] = __shfl_sync(kAllLanes, this->log2_before[k][0], first_lane);
+          this->log2_before[k][1] = this->log2_before[k][0];
+        }
       }
     }
     for_each_step<count>([&](int k, int i) {

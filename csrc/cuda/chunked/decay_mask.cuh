@@ -36,8 +36,9 @@ __device__ __forceinline__ void clear_left_of_diagonal(SmemTile<kChunk>& bmm, co
 template <typename Order, bool has_resets, typename Tables = ChunkTables, int blocks = kStepBlocks>
 class DecayMask {
  public:
-  __device__ __forceinline__ DecayMask(const Tables& tables, const FragmentLane& lane, int first_block = 0)
-      : tables_(tables), lane_(lane), first_block_(first_block) {
+  // rank_shift: of tables with a gain on the diagonal (gates.cuh).
+  __device__ __forceinline__ DecayMask(const Tables& tables, const FragmentLane& lane, int rank_shift, int first_block = 0)
+      : tables_(tables), lane_(lane), rank_shift_(kAreDiagonal<Tables> ? rank_shift : 0), first_block_(first_block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int step = step_of<Order>(lane, half);
@@ -128,14 +129,18 @@ class DecayMask {
       log2_between[1] += lo.y - lo_of_row;
     }
     float scaled[2] = {low * (gain * Math<float>::exp2(log2_between[0])), high * (gain * Math<float>::exp2(log2_between[1]))};
-    // Zero where step j is after step i, the column, or of an earlier sequence. The product may be Inf or NaN there.
-    if (is_on_diagonal && lane_.quad > 2 * lane_.pair) scaled[0] = 0;
-    if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) scaled[1] = 0;
+    // Zero where step j is after step i, the column, or of an earlier sequence. The product may be Inf or NaN there. All rows
+    // of a step are in one block.
+    static_assert(kBlockSteps == 8, "a step has up to eight rows");
+    const int row_step = lane_.quad >> rank_shift_;
+    const int column_steps[2] = {2 * lane_.pair >> rank_shift_, (2 * lane_.pair + 1) >> rank_shift_};
+    if (is_on_diagonal && row_step > column_steps[0]) scaled[0] = 0;
+    if (is_on_diagonal && row_step > column_steps[1]) scaled[1] = 0;
     if constexpr (kAreDiagonal<Tables>) {
       if (is_on_diagonal) {
         const float diagonal_gain = tables_.diagonal_gain[step_of<Order>(lane_, half)];
-        if (lane_.quad == 2 * lane_.pair) scaled[0] = low * diagonal_gain;
-        if (lane_.quad == 2 * lane_.pair + 1) scaled[1] = high * diagonal_gain;
+        if (row_step == column_steps[0]) scaled[0] = low * diagonal_gain;
+        if (row_step == column_steps[1]) scaled[1] = high * diagonal_gain;
       }
     }
     if constexpr (has_resets) {
@@ -149,7 +154,7 @@ class DecayMask {
 
   const Tables& tables_;
   const FragmentLane& lane_;
-  int first_block_;
+  int rank_shift_, first_block_;
   float log2_cumsum_[2], gain_[2];
   float2 columns_[kColumns];
 };

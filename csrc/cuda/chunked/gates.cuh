@@ -35,6 +35,10 @@
 //   kHasDiagonalGain, diagonal_gain(p, loaded)
 //                          the gain of a step's own input in its output. The output then reads the state before the step,
 //                          without its decay: y_t = S_{t-1} C_t + diagonal_gain_t (B_t . C_t) x_t.
+//                          The parameters then have rank_shift: what the tables call a step is a row, and a step of the
+//                          recurrence has 2^rank_shift consecutive rows, at most eight. All of them read the state before
+//                          the first one, and the diagonal is the block of all pairs of them. The first row has the log
+//                          decay, the others have 0; each has a gain and a diagonal gain.
 //
 // and for backward:
 //
@@ -75,6 +79,16 @@ template <typename Gates, typename = void>
 constexpr bool kHasDiagonalGain = false;
 template <typename Gates>
 constexpr bool kHasDiagonalGain<Gates, std::void_t<decltype(Gates::kHasDiagonalGain)>> = Gates::kHasDiagonalGain;
+
+// The binary logarithm of the rows of a step: 0, known to the compiler, without a gain on the diagonal.
+template <typename Gates, typename Params>
+__device__ __forceinline__ int rank_shift_of(const Params& p) {
+  if constexpr (kHasDiagonalGain<Gates>) {
+    return p.rank_shift;
+  } else {
+    return 0;
+  }
+}
 
 // A lane's two steps of a chunk, loaded ahead.
 template <typename Gates>

@@ -165,7 +165,7 @@ struct BwdChunks {
     }
     Mma::commit();
     Mma::template wait<0>(pair_products.CB);
-    pair_products.begin(half, shared.stage(0).tables.steps, lane);
+    pair_products.begin(half, shared.stage(0).tables.steps, lane, rank_shift_of<Gates>(p));
 
     for_each_tile(shared.full, shared.empty, [&](int index, Stage& stage, const TileCursor& cursor) {
       consume_tile(half, stage, shared.weights[index % Shared::kWeights], cursor, Mma::opaque(pairs), Mma::opaque(lane),
@@ -511,7 +511,7 @@ struct BwdChunks {
     GateGradients grads = {};
     for_each_tile(shared.empty, shared.tables_empty, [&](int, const Stage& stage, const TileCursor& cursor) {
       const Tables& tables = stage.tables;
-      add_step_gradients<Scalar>(tables.steps, stage.sums, lane, grads);
+      add_step_gradients<Scalar>(tables.steps, stage.sums, lane, rank_shift_of<Gates>(p), grads);
       if (cursor.is_last_of_head(row_blocks())) {
         tables.gates.write_gradients(p, block.at, block.steps, block.chunk_index, cursor.head, tables.kept, lane, grads);
         grads = {};

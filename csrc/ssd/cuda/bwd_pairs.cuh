@@ -31,21 +31,22 @@ template <typename Scalar, int pass_blocks>
 struct PairProducts {
   float CB[kHalfBlocks][4];  // C_i . B_j for j <= i, else zero
   float W[kHalfBlocks][4];   // W^T, summed over the state tiles
-  // A bit for each element: whether step i is in j's sequence and not before j, and whether i is j.
+  // A bit for each element: whether step i is in j's sequence and not before j, and whether i is j. Steps may have several
+  // rows (gates.cuh).
   uint32_t is_pair, is_same;
 
   // Sequences begin at the same steps in all heads, so the tables of any head serve.
-  __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const FragmentLane& lane) {
+  __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const FragmentLane& lane, int rank_shift) {
     is_pair = is_same = 0;
     for_each([&](int b, int h, int e) {
       const int j = lane.row + 8 * h, i = half * kHalfChunk + 8 * b + 2 * lane.pair + e;
       float& product = CB[b][2 * h + e];
-      if (j <= i && j >= tables.first[i]) {
+      if (j >> rank_shift <= i >> rank_shift && j >= tables.first[i]) {
         is_pair |= bit(b, h, e);
       } else {
         product = 0;
       }
-      if (j == i) is_same |= bit(b, h, e);
+      if (j >> rank_shift == i >> rank_shift) is_same |= bit(b, h, e);
       W[b][2 * h + e] = 0;
     });
   }
@@ -81,7 +82,7 @@ struct PairProducts {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float m[2];
+        float m[2], own[2] = {};
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
@@ -112,12 +113,14 @@ struct PairProducts {
           // Rows and columns begin at multiples of 16, so only blocks with this parity have elements of the diagonal.
           if (b % 2 == h) {
             const bool is_own = (is_same & bit(b, h, e)) != 0;
-            row_sums.same[h] = is_own ? V : row_sums.same[h];
+            own[e] = is_own ? V : 0.0f;
             V = is_own ? 0.0f : V;
           }
           row_sums.later[h] += V;
           earlier[2 * n + e] = fma(Sum(gain[h]), Sum(V), earlier[2 * n + e]);
         }
+        // The rows of a step are in one block.
+        if (b % 2 == h && (is_same & (bit(b, h, 0) | bit(b, h, 1))) != 0) row_sums.same[h] = own[0] + own[1];
         pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(m[0], m[1]);
       }
     }

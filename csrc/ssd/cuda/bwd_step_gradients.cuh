@@ -41,10 +41,22 @@ __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int st
   return step >= tables.first[kChunk - 1] ? decay : 0.0f;
 }
 
-// Adds the gradients from one state tile.
+// Adds the two rows of each lane of a step, of 2^rank_shift rows, and places the sum at the step's first or last row: the
+// others receive zero.
+template <typename Sum>
+__device__ __forceinline__ void place_sum_of_step(Sum (&values)[2], bool at_last, int rank_shift, const FragmentLane& lane) {
+  const int lanes = 1 << (rank_shift - 1), lane_of_step = lane.index % lanes;
+  Sum sum = values[0] + values[1];
+  for (int distance = 1; distance < lanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  values[0] = !at_last && lane_of_step == 0 ? sum : Sum(0);
+  values[1] = at_last && lane_of_step == lanes - 1 ? sum : Sum(0);
+}
+
+// Adds the gradients from one state tile. If steps have several rows (gates.cuh), the first one receives the gradient of the
+// log decay, and each row its part of the gradients of the gains.
 template <typename Scalar, typename Tables>
 __device__ __forceinline__ void add_step_gradients(const Tables& tables, const StepSums<Scalar>& sums, const FragmentLane& lane,
-                                                   GateGradients& grads) {
+                                                   int rank_shift, GateGradients& grads) {
   constexpr bool kDiagonal = kAreDiagonal<Tables>;
   using Sum = PairSum<Scalar>;
   // After a step whose decay is below 2 to this power, the running sums over pairs are smaller than their rounding errors.
@@ -79,6 +91,13 @@ __device__ __forceinline__ void add_step_gradients(const Tables& tables, const S
         step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
   }
   if constexpr (kDiagonal) {
+    // The running sums at a step's first row have the outputs of all rows of the step, and no inputs of the step.
+    if (rank_shift > 0) {
+      place_sum_of_step(pairs, /*at_last=*/true, rank_shift, lane);
+      place_sum_of_step(ended, /*at_last=*/false, rank_shift, lane);
+      place_sum_of_step(before, /*at_last=*/true, rank_shift, lane);
+      place_sum_of_step(from, /*at_last=*/false, rank_shift, lane);
+    }
     // The sum at step t is over j < t < i: the pairs (t - 1, i > t - 1) are added and (j < t, t) are subtracted.
     const Sum begun[2] = {__shfl_up_sync(kAllLanes, pairs[1], 1), pairs[0]};
 #pragma unroll

@@ -235,11 +235,12 @@ struct FwdSm80 {
 #pragma unroll
     for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(C, k), true);
     cuda::Packed<Scalar> lo[kStepBlocks][2] = {};
-    DecayMask<InOrder, true, Tables>(tables, lane).apply(m, [&](float low, float high, int n, int half) {
-      const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
-      pairs.at(bmm, n, half) = packed;
-      lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);
-    });
+    DecayMask<InOrder, true, Tables>(tables, lane, rank_shift_of<Gates>(p))
+        .apply(m, [&](float low, float high, int n, int half) {
+          const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
+          pairs.at(bmm, n, half) = packed;
+          lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);
+        });
 
     if (has_reset(p, tables)) {
       state.clear();
@@ -345,7 +346,7 @@ struct FwdSm80 {
     const auto apply_mask = [&](int warpgroup) {
       const FragmentLane mask_lane = lane.opaque();
       auto& target = shared().bmm(warpgroup, tiles);
-      DecayMask<InOrder, true, Tables, kBlocks>(tables_of(warpgroup, chunk), mask_lane, first_block)
+      DecayMask<InOrder, true, Tables, kBlocks>(tables_of(warpgroup, chunk), mask_lane, rank_shift_of<Gates>(p), first_block)
           .apply(m, [&](float low, float high, int n, int half) { pairs.at(target, n, half) = cuda::pack<Scalar>(low, high); });
       // This block is left of the diagonal, but the product reads it.
       if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};

@@ -191,7 +191,7 @@ struct FwdSm90 {
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
       // Loads most of what scaling needs of the tables: loads after the products start would wait for them.
-      const DecayMask<Order, has_options, Tables> mask(tables, lane);
+      const DecayMask<Order, has_options, Tables> mask(tables, lane, rank_shift_of<Gates>(p));
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {

@@ -202,6 +202,7 @@ class Backward {
     inputs_.fill(params_);
     inputs_.fill(params_.gates);
     params_.diagonal_gain_offset = inputs_.diagonal_gain_offset();
+    params_.rank_shift = inputs_.rank_shift();
     parts.fill(params_, first_chunk, range.head);
   }
 

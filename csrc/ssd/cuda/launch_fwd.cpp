@@ -103,6 +103,7 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   inputs.fill(call.params);
   inputs.fill(call.params.gates);
   call.params.diagonal_gain_offset = inputs.diagonal_gain_offset();
+  call.params.rank_shift = inputs.rank_shift();
   call.has_given_gates = inputs.has_given_gates();
   call.has_diagonal_gain = inputs.has_diagonal_gain();
   static_cast<WorkPartition&>(call.schedule) = inputs.partition();

@@ -74,6 +74,7 @@ class KernelInputs {
   void fill(GivenGates& gates) const;
   // From a log decay to its gain on the diagonal, in bytes, if that is given.
   int64_t diagonal_gain_offset() const { return has_diagonal_gain() ? offset_from_log_decay(diagonal_gain_) : 0; }
+  int rank_shift() const { return in_.rank_shift; }
   bool has_given_gates() const { return log_decay_.defined(); }
   bool has_diagonal_gain() const { return diagonal_gain_.defined(); }
   at::ScalarType dtype_of_given_gates() const { return log_decay_.scalar_type(); }
