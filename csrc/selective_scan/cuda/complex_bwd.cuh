@@ -538,7 +538,7 @@ cudaError_t launch_complex_bwd(const SelectiveScanBwdParams& params, const TwoSa
   const BwdPlan plan{params, two, partial, workspace, complex_bwd_tiles<Scalar>(params, shared_bytes)};
   const int64_t blocks = params.rows * plan.tiles.tiles;
   cudaError_t error = cudaSuccess;
-  if (blocks > 0 && takes_chunk_bwd<Scalar>(params, shared_bytes)) {
+  if (blocks > 0 && takes_chunk_bwd<Scalar>(params, partial, shared_bytes)) {
     if constexpr (sizeof(Scalar) <= 4) error = launch_chunk_bwd<Scalar>(plan, blocks, stream);
   } else if (blocks > 0) {
     const bool has_lam = params.discretization == Discretization::kExpTrapezoidal;

@@ -66,6 +66,9 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
   ChunkRate<Scalar> A[2][kS];
   // `of_previous`: the gradient of the sample before the step.
   Number g[2][kS], grad_A[2][kS], of_previous[2][kS];
+  // Where the lane stores its sum of the gradients of B and C, at the row's first step. Null: nowhere.
+  float* matrix_sums;
+  float matrix_scale;
 
   __device__ __forceinline__ int state(int s) const { return warp * kS + s; }
   __device__ __forceinline__ bool exists(int s) const { return state(s) < states; }
@@ -273,12 +276,21 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
     const float x = (upper ? sum.z : sum.x) + __shfl_xor_sync(kAllLanes, upper ? sum.x : sum.z, 8);
     const float y = (upper ? sum.w : sum.y) + __shfl_xor_sync(kAllLanes, upper ? sum.y : sum.w, 8);
     const float total = (odd ? y : x) + __shfl_xor_sync(kAllLanes, odd ? x : y, 16);
-    const int index = lane % kG * 4 + (upper ? 2 : 0) + (odd ? 1 : 0), kind = index / kG, t = index % kG;
+    if (matrix_sums == nullptr || matrix_step() >= count) return;
+    matrix_sums[step + s * (2 * plan.partial.state_stride)] = total * matrix_scale;
+  }
+  // The lane's sum of the gradients of B and C: two numbers of B and two of C, of each step of a group.
+  __device__ __forceinline__ int matrix_sum() const { return lane % kG * 4 + (lane & 8 ? 2 : 0) + (lane & 16 ? 1 : 0); }
+  __device__ __forceinline__ int matrix_step() const { return matrix_sum() % kG; }
+  __device__ __forceinline__ void find_matrix_sums() {
+    const int kind = matrix_sum() / kG;
     const bool is_C = kind >= 2;
-    if (t >= count || !(is_C ? p.grad_C.per_step : p.grad_B.per_step)) return;
-    float* const target = static_cast<float*>(is_C ? plan.partial.grad_C : plan.partial.grad_B);
-    target[plan.partial.offset(place.row.batch, place.tile, 2 * state(s) + kind % 2, place.row.begin + step + t)] =
-        total * (is_C ? (kind == 3 ? -weight : weight) : 1.0f);
+    matrix_sums = nullptr;
+    matrix_scale = is_C ? (kind == 3 ? -weight : weight) : 1.0f;
+    if (!(is_C ? p.grad_C.per_step : p.grad_B.per_step)) return;
+    matrix_sums = static_cast<float*>(is_C ? plan.partial.grad_C : plan.partial.grad_B) +
+                  plan.partial.offset(place.row.batch, place.tile, 2 * state(0) + kind % 2, 0) + place.row.begin +
+                  matrix_step();
   }
   static constexpr int kMatrixRow = 4 * kG + 4;  // an odd number of vectors: eight neighboring lanes are in different banks
   static_assert(kWarpSize * kMatrixRow <= kChunkLam * kBwdChannels * kG, "the lanes' values fit the warp's sums over states");
@@ -332,6 +344,7 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
   }
   __device__ __forceinline__ void run() {
     load_parameters();
+    find_matrix_sums();
     for (int i = threadIdx.x; i < warps * 2 * kBwdChannels; i += blockDim.x) shared.channel_sums[i] = 0;
     for (int c = threadIdx.x; c < kBwdChannels; c += blockDim.x) {
       const auto of_channel = [&](const ChannelView& view) {
@@ -391,11 +404,12 @@ inline int64_t chunk_bwd_bytes(const SelectiveScanParams& p) {
   const bool has_lam = p.discretization == Discretization::kExpTrapezoidal;
   return ChunkShared(chunk_bwd_warps(p), static_cast<int>(p.chunk_length), has_lam, nullptr).bytes;
 }
-// Whether the kernel takes a call, on a device whose blocks may have `shared_bytes`.
+// Whether the kernel takes a call, whose partial sums of a state have to be one range, on a device whose blocks may have
+// `shared_bytes`.
 template <typename Scalar>
-bool takes_chunk_bwd(const SelectiveScanBwdParams& p, int64_t shared_bytes) {
+bool takes_chunk_bwd(const SelectiveScanBwdParams& p, const PartialSums& partial, int64_t shared_bytes) {
   return sizeof(Scalar) <= 4 && has_exponential_gain(p.discretization) && p.B.per_step && p.C.per_step &&
-         p.dstate <= 2 * kMostChunkStates && chunk_bwd_bytes(p) <= shared_bytes;
+         p.dstate <= 2 * kMostChunkStates && partial.chunk_stride == kPartialSumSteps && chunk_bwd_bytes(p) <= shared_bytes;
 }
 
 template <typename Scalar>
