@@ -31,4 +31,25 @@ __device__ __forceinline__ Value sum_over_warp(Value value) {
   return value;
 }
 
+// Sums each of 8 values over groups of `lanes` neighboring lanes, a power of two of at least 8. Lane l of a group returns the
+// sum of value l modulo 8.
+template <typename Value>
+__device__ __forceinline__ Value sum_of_each(const Value (&values)[8], int lane, int lanes) {
+  Value fours[4], twos[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Value even = values[2 * i], odd = values[2 * i + 1];
+    fours[i] = (lane & 1 ? odd : even) + __shfl_xor_sync(kAllLanes, lane & 1 ? even : odd, 1);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Value even = fours[2 * i], odd = fours[2 * i + 1];
+    twos[i] = (lane & 2 ? odd : even) + __shfl_xor_sync(kAllLanes, lane & 2 ? even : odd, 2);
+  }
+  Value sum = (lane & 4 ? twos[1] : twos[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? twos[0] : twos[1], 4);
+#pragma unroll 1
+  for (int distance = 8; distance < lanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  return sum;
+}
+
 }  // namespace ssm_kernels::cuda

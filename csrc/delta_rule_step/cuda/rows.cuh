@@ -3,10 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "common/delta_gates.h"
+#include "cuda/either.cuh"
+#include "cuda/lane_sums.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/vector_io.cuh"
@@ -14,7 +15,9 @@
 
 namespace ssm_kernels::delta_rule_step {
 
-using cuda::from_accumulate, cuda::to_accumulate, cuda::Vector;
+using cuda::from_accumulate, cuda::sum_of_each, cuda::to_accumulate, cuda::Vector;
+
+static_assert(kMinLanes == 8, "sum_of_each sums 8 values, over at least 8 lanes");
 
 // In place of TokenParams where each row has one token and one slot.
 struct OneToken {};
@@ -89,55 +92,6 @@ __device__ __forceinline__ Acc sum_of_warp(Acc value) {
   return value;
 }
 
-// Sums each of 8 values over the lanes of a group. Lanes whose number is i modulo 8 return the sum of value i.
-template <typename Acc>
-__device__ __forceinline__ Acc sum_of_each(const Acc (&values)[kMinLanes], int lane, int lanes) {
-  static_assert(kMinLanes == 8, "three exchanges leave one value");
-  Acc fours[4], twos[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Acc even = values[2 * i], odd = values[2 * i + 1];
-    fours[i] = (lane & 1 ? odd : even) + __shfl_xor_sync(kAllLanes, lane & 1 ? even : odd, 1);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const Acc even = fours[2 * i], odd = fours[2 * i + 1];
-    twos[i] = (lane & 2 ? odd : even) + __shfl_xor_sync(kAllLanes, lane & 2 ? even : odd, 2);
-  }
-  Acc sum = (lane & 4 ? twos[1] : twos[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? twos[0] : twos[1], 4);
-#pragma unroll 1
-  for (int distance = kMinLanes; distance < lanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  return sum;
-}
-
-// An element of a tensor of the inputs' type or of the accumulation type, zero before it is loaded. value() converts it and is
-// the first to wait for it.
-template <typename Input, typename Acc>
-struct Either {
-  uint32_t bits = 0;
-
-  __device__ __forceinline__ void load(const void* data, int64_t offset, bool is_input_kind) {
-    static_assert(sizeof(Input) == 2 && sizeof(Acc) == 4);
-    bits = is_input_kind ? static_cast<const unsigned short*>(data)[offset] : static_cast<const uint32_t*>(data)[offset];
-  }
-  __device__ __forceinline__ Acc value(bool is_input_kind) const {
-    if (!is_input_kind) return __uint_as_float(bits);
-    const unsigned short half = static_cast<unsigned short>(bits);
-    Input input;
-    memcpy(&input, &half, sizeof(input));
-    return to_accumulate(input);
-  }
-};
-template <typename Acc>
-struct Either<Acc, Acc> {
-  Acc loaded = 0;
-
-  __device__ __forceinline__ void load(const void* data, int64_t offset, bool) {
-    loaded = static_cast<const Acc*>(data)[offset];
-  }
-  __device__ __forceinline__ Acc value(bool) const { return loaded; }
-};
-
 // 1 / sqrt(squares + epsilon).
 __device__ __forceinline__ float reciprocal_norm(float squares) { return rsqrtf(squares + static_cast<float>(kNormEpsilon)); }
 __device__ __forceinline__ double reciprocal_norm(double squares) { return 1 / sqrt(squares + kNormEpsilon); }
@@ -159,7 +113,7 @@ struct Update {
   // `kUnrolled` at a time.
   template <int kUnrolled>
   __device__ __forceinline__ void load(int64_t token, int64_t i, int64_t updates) {
-    using One = Either<Input, Acc>;
+    using One = cuda::Either<Input>;
     const int64_t entry = token * updates + i;
     const bool is_last = i == updates - 1, has_gate = i == 0 && p.g.data != nullptr;
     const bool has_bias = has_gate && p.dt_bias.data != nullptr, has_rate = has_gate && p.A_log.data != nullptr;
