@@ -1,4 +1,4 @@
-// Parameters of Mamba-3's decoding step on the CPU: plain data, no torch type.
+// Parameters of Mamba-3's decoding kernels, on CPU and CUDA: plain data, no torch type.
 //
 // One step of a head, with the phases theta <- theta + pi tanh(angles) dt and the weight lambda = sigmoid(trap):
 //
@@ -43,7 +43,7 @@ struct StepParams {
   StateView angle, ssm, k, previous_x;                                            // the rows of k are the ranks
   IndexTable slot_of_row;                                                         // without a table, row b uses slot b
 
-  int64_t slot(int64_t row) const { return slot_of_row.data == nullptr ? row : slot_of_row.at(row); }
+  SSM_HOST_DEVICE int64_t slot(int64_t row) const { return slot_of_row.data == nullptr ? row : slot_of_row.at(row); }
 };
 
 SSM_KERNEL_STRUCT(StepParams, 1080);

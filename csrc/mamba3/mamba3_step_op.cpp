@@ -1,5 +1,5 @@
-// mamba3_state_update on every device: checks, conversion to plain data, Meta, Autograd and Autocast; and the step
-// as operators of PyTorch, which CUDA runs.
+// mamba3_state_update on every device: checks, conversion to plain data, Meta, Autograd and Autocast; and the step as operators
+// of PyTorch, which CUDA runs for float64.
 
 #include "mamba3/mamba3_step_op.h"
 
@@ -381,9 +381,5 @@ at::Tensor step_aten(const Inputs& in) {
   slots.write(in.previous_x, in.x);
   return slots.without_padding(y.to(in.x.scalar_type()));
 }
-
-#ifdef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { implement<&step_aten>(m, "mamba3_state_update"); }
-#endif
 
 }  // namespace ssm_kernels::mamba3::step

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_accurate, debug_option
+from helpers import assert_as_accurate, captured, debug_option, launched_kernels
 from mamba3_step_helpers import CASES, DTYPES, STATES, make_inputs, step
 from torch import Tensor
 
@@ -195,3 +195,29 @@ def test_bad_arguments(device):
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_batches(batch, device):
     assert_matches_reference(make_inputs(batch=batch, device=device))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_one_kernel_and_replays_of_its_graph(ranks):
+    """Other values in the same tensors, slots included: nothing is read on the host."""
+    sizes = {"headdim": 64, "dstate": 128, "angles": 32, "ranks": ranks, "norm": True, "slots": 5}
+    static = make_inputs(**sizes, batch=3, dtype=torch.bfloat16, device="cuda")
+    (kernel,) = launched_kernels(lambda: mamba3_state_update(**static)).items()
+    assert "mamba3_step_kernel" in kernel[0] and kernel[1] == 1
+    graph, out = captured(lambda: mamba3_state_update(**static))
+    for indices in ([4, -1, 2], [0, 3, 1]):
+        for x in (static[name] for name in ("x", "dt", "B", "C", "trap", "angles", "z")):
+            x.mul_(0.75)
+        static["state_batch_indices"].copy_(torch.tensor(indices))
+        expected = step(static)
+        graph.replay()
+        for actual, wanted in zip((out, *(static[name] for name in STATES)), expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.cuda
+def test_ranks_beyond_shared_memory_run_as_operators():
+    inputs = make_inputs(ranks=160, dtype=torch.float32, headdim=5, dstate=100, heads=2, device="cuda")
+    assert "mamba3_step_kernel" not in str(launched_kernels(lambda: step(inputs)))
+    assert_matches_reference(inputs)
