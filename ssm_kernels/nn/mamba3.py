@@ -49,8 +49,9 @@ States = tuple[Tensor, Tensor, Tensor, Tensor]
 _STATES = ("angle_state", "ssm_state", "k_state", "v_state")
 
 
-def _heavy_tail(a: Tensor) -> Tensor:
-    return torch.where(a >= 0, 1 + a, 1 / (1 - a.clamp(max=0)))
+def _minus_heavy_tail(a: Tensor) -> Tensor:
+    """Minus 1 + a from zero on, minus 1 / (1 - a) below: one of the two terms is 1. The derivative at zero is -1."""
+    return (1 + F.relu(a)) / (a.clamp(max=0) - 1)
 
 
 @names_layer
@@ -380,9 +381,9 @@ class Mamba3(NamesNoDecay, nn.Module, CallsOperators):
         of_heads, of_ranks = (self.nheads, self.headdim), (self.mimo_rank,) if self.is_mimo else ()
         of_groups = (*of_ranks, self.num_bc_heads, self.d_state)
         wide = wide_dtype(x.dtype)
-        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        dt = F.softplus(dt + self.dt_bias.to(wide))
         a = a.to(wide)
-        A = -(_heavy_tail(a) if self.A_activation == "heavy_tail" else F.softplus(a)).clamp(min=self.A_floor)
+        A = (_minus_heavy_tail(a) if self.A_activation == "heavy_tail" else -F.softplus(a)).clamp(max=-self.A_floor)
         B, C = self.B_norm(B.unflatten(-1, of_groups)), self.C_norm(C.unflatten(-1, of_groups))
         return [z.unflatten(-1, of_heads), x.unflatten(-1, of_heads), dt, A, B, C, trap, angles]
 
