@@ -34,7 +34,7 @@ KERNEL_LIMITS = {
     "delta_rule": 101,
     "delta_rule_step": 21,
     "linear_scan": 198,
-    "mamba3": 10,
+    "mamba3": 30,
     "mixers": 4,
     "mlstm": 73,
     "norm": 72,
@@ -52,7 +52,7 @@ SECONDS = {
     "delta_rule": 105,
     "delta_rule_step": 25,
     "linear_scan": 120,
-    "mamba3": 15,
+    "mamba3": 60,
     "mixers": 10,
     "mlstm": 40,
     "norm": 70,
@@ -62,7 +62,7 @@ SECONDS = {
 }
 FAMILY_SECONDS = {
     "two-sample, complex and dense rules of the selective scan": 130,
-    "Mamba-3": 130,
+    "Mamba-3": 70,
     "LSTM, GRU and sLSTM": 130,
 }
 ALL_SECONDS = 1250

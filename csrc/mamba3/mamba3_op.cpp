@@ -224,23 +224,29 @@ at::Tensor inputs_before(const Inputs& in) {
 
 ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight, in.norm_eps}; }
 
-// The type of the scan's sequences: with ranks on CUDA that of x, whose fp16 and bf16 have wgmma kernels.
-at::ScalarType scan_dtype(const Inputs& in) { return in.has_ranks() && in.x.is_cuda() ? in.x.scalar_type() : in.wide(); }
+enum class Pass { kForward, kBackward };
+
+// The type of the scan's sequences, k and q included: with ranks on CUDA that of x, whose fp16 and bf16 have wgmma kernels.
+at::ScalarType scan_dtype(const Inputs& in, Pass) { return in.has_ranks() && in.x.is_cuda() ? in.x.scalar_type() : in.wide(); }
+
+Rotation rotate_for_scan(const Inputs& in, Pass pass) {
+  return rotates_by_cuda_kernels(in) ? rotate_cuda(in, scan_dtype(in, pass)) : rotate(in);
+}
 
 // The scan that follows the rotation. `ranks` outlives it.
-ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks) {
-  const auto wide = [&](const OptionalTensor& tensor) {
-    return is_present(tensor) ? OptionalTensor(tensor->to(in.wide())) : OptionalTensor();
+ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks, Pass pass) {
+  const at::ScalarType dtype = scan_dtype(in, pass);
+  const auto cast = [&](const OptionalTensor& tensor) {
+    return is_present(tensor) ? OptionalTensor(tensor->to(dtype)) : OptionalTensor();
   };
   ssd::TwoSampleInputs scan;
-  const at::ScalarType dtype = scan_dtype(in);
   scan.x = in.x.to(dtype);
   scan.dt = in.dt.to(in.wide());
   scan.A = in.A.to(in.wide());
   scan.B = rotation.k.to(dtype);
   scan.C = rotation.q.to(dtype);
   scan.D = in.D;
-  if (is_present(in.z)) scan.z = in.z->to(dtype);
+  scan.z = cast(in.z);
   scan.initial_states = in.initial_ssm;
   scan.lam = in.trap.to(in.wide());
   if (in.has_ranks()) {
@@ -250,7 +256,7 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const s
       scan.previous_B = ranks_first(*in.initial_k, 1);
     }
   } else {
-    scan.previous_x = wide(in.initial_x);
+    scan.previous_x = cast(in.initial_x);
     scan.previous_B = in.initial_k;
   }
   scan.seq_idx = in.seq_idx;
@@ -307,17 +313,35 @@ Outputs mamba3_fwd(const Inputs& in) {
   check_inputs(in);
   TORCH_INTERNAL_ASSERT(in.has_ranks() || !is_present(in.norm_weight), "the public operator norms a scan without ranks");
   check_values(in, /*is_backward=*/false);
-  const Outputs outputs = allocate_fwd(in);
-  if (has_no_steps(in)) return without_steps(in, outputs);
-  const Rotation rotation = rotate(in);
+  if (has_no_steps(in)) return without_steps(in, allocate_fwd(in));
+  const Rotation rotation = rotate_for_scan(in, Pass::kForward);
   const ssd::Ranks ranks = ranks_of(in);
-  const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks);
+  const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks, Pass::kForward);
   const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
+  if (rotates_by_cuda_kernels(in)) {
+    const at::Tensor out = found.out.to(in.wide_out ? in.wide() : in.x.scalar_type());
+    return {out, rotation.final_angle, found.final_states, rotation.final_k, ssd::last_steps(scan, in.x, in.initial_x)};
+  }
+  const Outputs outputs = allocate_fwd(in);
+  at::Tensor(outputs.final_x).copy_(ssd::last_steps(scan, in.x, in.initial_x));
   at::Tensor(outputs.out).copy_(found.out);
   at::Tensor(outputs.final_angle).copy_(rotation.phases * (2 * kPi));
   at::Tensor(outputs.final_k).copy_(last_k(in, scan, rotation.k));
-  at::Tensor(outputs.final_x).copy_(ssd::last_steps(scan, in.x, in.initial_x));
   return {outputs.out, outputs.final_angle, found.final_states, outputs.final_k, outputs.final_x};
+}
+
+// Which sequences have steps, as a factor of a tensor like `state`.
+at::Tensor have_steps(const Inputs& in, const at::Tensor& state) {
+  const at::Tensor offsets = in.cu_seqlens->to(at::kLong);
+  std::vector<int64_t> shape(state.dim(), 1);
+  shape[0] = -1;
+  return offsets.slice(0, 1).gt(offsets.slice(0, 0, -1)).view(shape);
+}
+
+// Adds the gradient of last_steps() to that of the tensor that a sequence without steps takes.
+void add_last_of_empty(const Inputs& in, const OptionalTensor& grad, const at::Tensor& before) {
+  if (!is_present(grad) || !is_present(in.cu_seqlens) || before.numel() == 0) return;
+  before.add_(at::where(have_steps(in, *grad), at::zeros_like(*grad), *grad));
 }
 
 // Adds the gradient of last_steps() to that of the steps, and to that of the tensor that a sequence without steps takes.
@@ -327,13 +351,10 @@ void add_last(const Inputs& in, const at::Tensor& steps, const OptionalTensor& g
     steps.select(1, -1).add_(*grad);
     return;
   }
-  const at::Tensor offsets = in.cu_seqlens->to(at::kLong), ends = offsets.slice(0, 1);
-  std::vector<int64_t> shape(grad->dim(), 1);
-  shape[0] = -1;
-  const at::Tensor has_steps = ends.gt(offsets.slice(0, 0, -1)).view(shape);
+  const at::Tensor ends = in.cu_seqlens->to(at::kLong).slice(0, 1), has_steps = have_steps(in, *grad);
   const at::Tensor none = at::zeros_like(*grad), wide = grad->to(steps.scalar_type());
   steps.select(0, 0).index_add_(0, (ends - 1).clamp(0, in.x.size(1) - 1), at::where(has_steps, wide, none));
-  if (before.numel() > 0) before.add_(at::where(has_steps, none, *grad));
+  add_last_of_empty(in, grad, before);
 }
 
 // Backward of a scan without steps: states that it returns are those that it got.
@@ -383,18 +404,26 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
   check_inputs(in);
   check_values(in, /*is_backward=*/true);
-  const GradTensors grads = allocate_bwd(bwd);
-  const auto needs = [&](int grad) { return grads[grad].numel() > 0; };
+  GradTensors grads = allocate_bwd(bwd);
+  std::array<bool, kNumGrads> have_elements;
+  for (int grad = 0; grad < kNumGrads; ++grad) have_elements[grad] = grads[grad].numel() > 0;
+  const auto needs = [&](int grad) { return have_elements[grad]; };
   if (has_no_steps(in)) {
     adjoint_without_steps(bwd, grads);
     return grads;
   }
-  Rotation rotation = rotate(in);
+  const auto cast = [&](const OptionalTensor& tensor) {
+    return is_present(tensor) ? OptionalTensor(tensor->to(scan_dtype(in, Pass::kBackward))) : OptionalTensor();
+  };
+  const bool has_kernels = rotates_by_cuda_kernels(in);
+  // The scan's gradients of x and z are the results if their type is the same.
+  const bool takes_of_scan = has_kernels && scan_dtype(in, Pass::kBackward) == in.x.scalar_type();
+  if (takes_of_scan) grads[kGradX] = grads[kGradZ] = at::Tensor();
+  Rotation rotation = rotate_for_scan(in, Pass::kBackward);
   const ssd::Ranks ranks = ranks_of(in);
   const ssd::RankGrads rank_grads = zero_rank_grads(grads);
-  const OptionalTensor grad_out =
-      is_present(bwd.grad_out) ? OptionalTensor(bwd.grad_out->to(scan_dtype(in))) : OptionalTensor();
-  ssd::TwoSampleBwdInputs of_scan{grad_out, bwd.grad_final_ssm, scan_of(in, rotation, ranks), {}, &rank_grads};
+  ssd::TwoSampleBwdInputs of_scan{
+      cast(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation, ranks, Pass::kBackward), {}, &rank_grads};
   const bool needs_phases = needs(kGradAngles) || needs(kGradDt) || needs(kGradInitialAngle);
   const bool needs_rows =
       needs_phases || needs(kGradB) || needs(kGradC) || needs(kGradBBias) || needs(kGradCBias) || needs(kGradInitialK);
@@ -420,8 +449,11 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   }
   if (of_scan.needs_grad[ssd::kGradX]) add_last(in, grad_x, bwd.grad_final_x, grad_initial_x);
   if (needs_rows) {
-    const bool has_ranks = in.has_ranks();
-    add_last(in, has_ranks ? ranks_first(grad_k, 2) : grad_k, bwd.grad_final_k, grad_initial_k);
+    if (has_kernels) {
+      add_last_of_empty(in, bwd.grad_final_k, grad_initial_k);  // the kernels add the others
+    } else {
+      add_last(in, in.has_ranks() ? ranks_first(grad_k, 2) : grad_k, bwd.grad_final_k, grad_initial_k);
+    }
   }
   const std::pair<int, at::Tensor> of_one[] = {{kGradX, grad_x},
                                                {kGradA, found[ssd::kGradA]},
@@ -436,9 +468,17 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
                                                {kGradInitialK, grad_initial_k},
                                                {kGradInitialX, grad_initial_x}};
   for (const auto& [grad, tensor] : of_one) {
-    if (needs(grad)) grads[grad].copy_(tensor);
+    if (!grads[grad].defined()) {
+      grads[grad] = needs(grad) ? tensor : empty_tensor({0}, in.wide_options());
+    } else if (needs(grad)) {
+      grads[grad].copy_(tensor);
+    }
   }
   if (!needs_rows) return grads;
+  if (has_kernels) {
+    rotate_adjoint_cuda(in, rotation, {grad_k, grad_q, bwd.grad_final_angle, bwd.grad_final_k, found[ssd::kGradDt]}, grads);
+    return grads;
+  }
 
   if (is_present(bwd.grad_final_angle)) {
     rotation.phases = bwd.grad_final_angle->to(at::kDouble).contiguous().clone();

@@ -113,6 +113,12 @@ bool runs_kernels(const Inputs& in) { return in.x.is_cpu() && debug_option(Debug
 
 }  // namespace
 
+#ifndef SSM_KERNELS_WITH_CUDA
+bool rotates_by_cuda_kernels(const Inputs&) { return false; }
+Rotation rotate_cuda(const Inputs&, at::ScalarType) { return {}; }
+void rotate_adjoint_cuda(const Inputs&, const Rotation&, const RotationGrads&, const GradTensors&) {}
+#endif
+
 at::Tensor bias_of_ranks(const Inputs& in, const at::Tensor& bias) {
   if (!in.has_ranks()) return bias;
   return bias.dim() == 3 ? bias.transpose(0, 1) : bias.unsqueeze(0).expand({in.ranks(), -1, -1});

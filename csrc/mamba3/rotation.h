@@ -14,6 +14,11 @@ struct Rotation {
   at::Tensor k, q;    // (batch, seqlen, heads, dstate), or with ranks before the heads, accumulation type
   at::Tensor turns;   // the phase of each step, (batch, seqlen, heads, angles), accumulation type
   at::Tensor phases;  // after the last step of each sequence, (sequences, heads, angles), in turns, float64
+
+  // The kernels on CUDA keep no turns: they have the fields below (cuda/rotation.h) and `rates` in float32, of heads only.
+  at::ScalarType dtype = at::kFloat;  // of k and q
+  at::Tensor starts, has_reset, initial_turns, resets, ends;
+  at::Tensor final_angle, final_k;  // the states, in the accumulation type
 };
 Rotation rotate(const Inputs& in);
 
@@ -30,5 +35,17 @@ Rotation rotate_aten(const Inputs& in, Rotation rotation);
 void rotate_adjoint_aten(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
 Rotation rotate_cpu(const Inputs& in, Rotation rotation);
 void rotate_adjoint_cpu(const Inputs& in, Rotation& rotation, const at::Tensor& grad_k, const at::Tensor& grad_q);
+
+// By kernels on CUDA, for all dtypes but float64. k and q are float32 or of the inputs' type.
+bool rotates_by_cuda_kernels(const Inputs& in);
+Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype);
+// The gradients of k, q and the states, and that of dt through the scan.
+struct RotationGrads {
+  at::Tensor k, q;
+  OptionalTensor final_angle, final_k;
+  at::Tensor dt;
+};
+// Writes the gradients of B, C, their biases, angles, dt and initial_angle, where they have elements.
+void rotate_adjoint_cuda(const Inputs& in, const Rotation& rotation, const RotationGrads& given, const GradTensors& grads);
 
 }  // namespace ssm_kernels::mamba3
