@@ -226,8 +226,13 @@ ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z
 
 enum class Pass { kForward, kBackward };
 
-// The type of the scan's sequences, k and q included: with ranks on CUDA that of x, whose fp16 and bf16 have wgmma kernels.
-at::ScalarType scan_dtype(const Inputs& in, Pass) { return in.has_ranks() && in.x.is_cuda() ? in.x.scalar_type() : in.wide(); }
+// The type of the scan's sequences, k and q included. On CUDA forward has that of x, and with ranks backward too: fp16 and bf16
+// have wgmma kernels. The gradients of angles and dt are small sums of large terms of k and q, so that rank one's backward is
+// wide; so is a wide output.
+at::ScalarType scan_dtype(const Inputs& in, Pass pass) {
+  const bool is_narrow = in.x.is_cuda() && (in.has_ranks() || (pass == Pass::kForward && !in.wide_out));
+  return is_narrow ? in.x.scalar_type() : in.wide();
+}
 
 Rotation rotate_for_scan(const Inputs& in, Pass pass) {
   return rotates_by_cuda_kernels(in) ? rotate_cuda(in, scan_dtype(in, pass)) : rotate(in);
