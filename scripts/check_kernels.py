@@ -38,7 +38,8 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # half of a thread's registers, and spill operands; with fewer columns, in fp32 and fp16, they spill words of tables. mLSTM's
 # normalizer spills doubles of the steps that its backward keeps, and before 9.0a addresses of rows of any alignment. The
 # scan with matrices A keeps those of a channel in the registers of its lanes, and spills addresses and, in float64, entries.
-# The backward of complex states keeps the states of eight steps of two channels, and spills those and addresses.
+# The backward of complex states keeps the states of eight steps of two channels, and spills those and addresses; that of a
+# chunk, which keeps two samples and their weights besides with exp_trapezoidal, spills some words of a group of steps.
 ALLOWED_SPILLS = {
     re.compile(r"delta_rule::delta_rule_fwd_sm90_kernel<.*>@sm_90a"): 480,
     re.compile(r"delta_rule::delta_rule_bwd_chunks_kernel<\w+, \d+, \w+>@sm_90a"): 48,
@@ -72,9 +73,11 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::warp_scan::warp_scan_separate_(two_sample_)?bwd_kernel<double>@"): 640,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<float, (8|16), .*>@"): 800,
     re.compile(r"selective_scan::dense::dense_(fwd|bwd)_kernel<.*Layout<double, .*>@"): 2400,
-    re.compile(r"selective_scan::dense::channel::dense_channel_(fwd|bwd)_kernel@"): 4800,
+    re.compile(r"selective_scan::dense::channel::dense_channel_fwd_kernel@"): 4800,
     re.compile(r"selective_scan::complex_scan::complex_scan_bwd_kernel<\w+, \w+>@"): 6400,
+    re.compile(r"selective_scan::complex_scan::complex_chunk_bwd_kernel<\w+, .*>@"): 4000,
     re.compile(r"selective_scan::complex_scan::complex_scan_fwd_kernel<\w+, true>@"): 120,
+    re.compile(r"mamba3::step::mamba3_step_kernel<\w+, \w+, (true|false)>@"): 160,
     re.compile(r"mamba3::unrotate_kernel<\w+, (true|false)>@"): 1000,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,

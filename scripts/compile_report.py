@@ -38,7 +38,7 @@ KERNEL_LIMITS = {
     "mixers": 4,
     "mlstm": 73,
     "norm": 72,
-    "selective_scan": 166,
+    "selective_scan": 172,
     "selective_state_update": 186,
     "ssd": 253,
 }

@@ -313,7 +313,7 @@ def launched_kernels(call: Callable[[], Any]) -> dict[str, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages() if not event.key.startswith(("Mem", "cuda"))}
+    return {event.key: event.count for event in profile.key_averages() if not event.key.startswith(("Mem", "cuda", "Activity"))}
 
 
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -373,7 +373,7 @@ __device__ __forceinline__ void write_out(const Head& h, int i) {
 }
 
 template <typename Input, typename State, bool has_vectors>
-__global__ void __launch_bounds__(kMaxThreads, 3)
+__global__ void __launch_bounds__(kMaxThreads, 4)
     mamba3_step_kernel(const __grid_constant__ StepParams p, const __grid_constant__ StepTiling tiling, int first_row) {
   cuda::launch_dependents();
   cuda::grid_dependency_sync();

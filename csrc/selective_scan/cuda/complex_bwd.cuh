@@ -11,7 +11,7 @@
 // over the states, those of u, delta and lam and the output for the gradient of z, are sums over warps in shared memory.
 #pragma once
 
-#include "selective_scan/cuda/complex_scan.cuh"
+#include "selective_scan/cuda/complex_chunk_bwd.cuh"
 
 namespace ssm_kernels::selective_scan {
 
@@ -21,7 +21,7 @@ cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& params, const Partia
 
 namespace complex_scan {
 
-constexpr int kBwdChannels = 2 * kWarpSize, kBwdWarps = 16;
+constexpr int kBwdWarps = 16;
 constexpr int kBwdRow = kBwdChannels + 2;  // the rows of pairs of channels begin in different banks
 // Steps whose states a thread has in registers.
 template <typename Acc>
@@ -29,14 +29,6 @@ constexpr int kBwdSteps = sizeof(Acc) == 8 ? 4 : 8;
 template <typename Acc>
 constexpr int kMostBwdWarps = sizeof(Acc) == 8 ? kBwdWarps / 2 : kBwdWarps;
 enum Sum { kSumU, kSumDelta, kSumY, kSumLam, kNumSums };
-
-struct BwdPlan {
-  SelectiveScanBwdParams p;
-  TwoSampleParams two;
-  PartialSums partial;
-  ComplexWorkspace workspace;
-  Tiles tiles;
-};
 
 SSM_HOST_DEVICE bool has_constant(const SelectiveScanParams& p) { return !p.B.per_step || !p.C.per_step; }
 
@@ -68,23 +60,6 @@ struct BwdShared {
     bytes = reinterpret_cast<unsigned char*>(next) - memory;
   }
 };
-
-// The sums of each value over the lanes; lane i returns that of values[i % count].
-template <int count, typename Acc>
-__device__ __forceinline__ Acc sum_over_lanes(Acc (&values)[count], int lane) {
-  static_assert(count == 16 || count == 32);
-#pragma unroll
-  for (int half = count / 2; half >= 1; half /= 2) {
-    const bool is_upper = (lane & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const Acc sent = is_upper ? values[i] : values[i + half], kept = is_upper ? values[i + half] : values[i];
-      values[i] = kept + __shfl_xor_sync(kAllLanes, sent, half);
-    }
-  }
-  if constexpr (count == 16) values[0] += __shfl_xor_sync(kAllLanes, values[0], 16);
-  return values[0];
-}
 
 template <typename Scalar, typename Rule>
 __device__ __forceinline__ void scan_tiles_backward(const BwdPlan& plan, const Rule& rule) {
@@ -163,8 +138,9 @@ __device__ __forceinline__ void scan_tiles_backward(const BwdPlan& plan, const R
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       rate[i] = number_at(p.A.data, channel_of(i) * p.A.stride_dim + n * p.A.stride_state, p.A.stride_state);
-      // Steps past the end keep the state also at a rate of minus infinity.
-      if (rate[i].re < -kLargestRate<Acc>) rate[i].re = -kLargestRate<Acc>;
+      // Steps past the end keep the state also at a rate of minus infinity, and steps up to 1e8 have a finite z.
+      constexpr Acc kLowest = Acc(-1e-8) * kLargestRate<Acc>;
+      if (rate[i].re < kLowest) rate[i].re = kLowest;
       A[i] = ComplexRate<Acc>(rate[i].re, rate[i].im);
       if (!p.B.per_step) {
         const Number value = number_at(p.B.data, channel_of(i) * p.B.stride_channel + n * p.B.stride_state, p.B.stride_state);
@@ -562,17 +538,20 @@ cudaError_t launch_complex_bwd(const SelectiveScanBwdParams& params, const TwoSa
   using Acc = cuda::AccumulateType<Scalar>;
   const BwdPlan plan{params, two, partial, workspace, complex_bwd_tiles<Scalar>(params, shared_bytes)};
   const int64_t blocks = params.rows * plan.tiles.tiles;
-  if (blocks > 0) {
+  cudaError_t error = cudaSuccess;
+  if (blocks > 0 && takes_chunk_bwd<Scalar>(params, partial, shared_bytes)) {
+    if constexpr (sizeof(Scalar) <= 4) error = launch_chunk_bwd<Scalar>(plan, blocks, stream);
+  } else if (blocks > 0) {
     const bool has_lam = params.discretization == Discretization::kExpTrapezoidal;
     const int64_t bytes = BwdShared<Acc>(plan.tiles, params.chunk_length, has_lam, has_constant(params), nullptr).bytes;
     const auto kernel = has_exponential_gain(params.discretization) ? complex_scan_bwd_kernel<Scalar, true>
                                                                     : complex_scan_bwd_kernel<Scalar, false>;
-    cudaError_t error = cuda::allow_shared_bytes(kernel, bytes);
+    error = cuda::allow_shared_bytes(kernel, bytes);
     if (error == cudaSuccess) {
       error = cuda::launch(kernel, blocks, plan.tiles.warps * kWarpSize, static_cast<int>(bytes), stream, false, plan);
     }
-    if (error != cudaSuccess) return error;
   }
+  if (error != cudaSuccess) return error;
   return launch_bwd_reduce<Acc>(params, partial, stream);
 }
 

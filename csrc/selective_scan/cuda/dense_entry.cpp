@@ -74,8 +74,7 @@ DenseGrads bwd_cuda(const DenseBwdInputs& inputs) {
   const at::Tensor states = inputs.chunk_states.contiguous();
   const SelectiveScanBwdParams params = bwd.make_params(method, rows, states);
   const at::Tensor schur = reduce_matrices(in.A);
-  const DenseParams dense =
-      plan(in, method, params, schur, bwd_channels(params, method == Discretization::kRk4, in.u.scalar_type() == at::kDouble));
+  const DenseParams dense = plan(in, method, params, schur, bwd_channels(params.dstate));
   const DenseSums sums = bwd.allocate_sums(in, params, dense);
   if (dense.tiles.tiles * dense.tiles.slots > 0) {
     C10_CUDA_CHECK(launch_bwd(params, dense, sums, scalar_kind(in.u.scalar_type()), c10::cuda::getCurrentCUDAStream()));

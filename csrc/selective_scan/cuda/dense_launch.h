@@ -13,17 +13,12 @@ namespace ssm_kernels::selective_scan::dense {
 
 // The rows of the matrices of dense.h, and the channels of a tile.
 constexpr int64_t padded_states(int64_t dstate) { return dstate <= 16 ? 16 : 32; }
-constexpr int64_t kThreadChannels = 32;  // of the kernels with a channel to a thread
+constexpr int64_t kThreadChannels = 32;  // of the kernel with a channel to a thread
 constexpr bool is_channel_fwd(int64_t dstate, bool is_double) { return dstate <= 16 && !is_double; }
-inline bool is_channel_bwd(const SelectiveScanParams& p, bool is_rk4, bool is_double) {
-  return p.dstate <= 16 && !is_double && !is_rk4 && p.B.per_step && p.C.per_step;
-}
 constexpr int64_t fwd_channels(int64_t dstate, bool is_double) {
   return is_channel_fwd(dstate, is_double) ? kThreadChannels : dstate > 16 ? 4 : 8;
 }
-inline int64_t bwd_channels(const SelectiveScanParams& p, bool is_rk4, bool is_double) {
-  return is_channel_bwd(p, is_rk4, is_double) ? kThreadChannels : p.dstate > 16 ? 4 : 8;
-}
+constexpr int64_t bwd_channels(int64_t dstate) { return dstate > 16 ? 4 : 8; }
 
 // Matrices A, (matrices, dstate, dstate) with these strides, in float or double. `result` is (4, matrices, padded, padded): T,
 // Q and their transposes.

@@ -1,5 +1,4 @@
 #include "selective_scan/cuda/dense_bwd.cuh"
-#include "selective_scan/cuda/dense_channel_bwd.cuh"
 
 namespace ssm_kernels::selective_scan::dense {
 
@@ -9,9 +8,6 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const DenseParams& 
   if (is_double) {
     return is_short ? launch_bwd_kernel<Layout<double, 16, 1, 4>>(params, dense, sums, kind, stream)
                     : launch_bwd_kernel<Layout<double, 32, 1, 4>>(params, dense, sums, kind, stream);
-  }
-  if (is_channel_bwd(params, dense.is_rk4, is_double)) {
-    return channel::launch_channel_bwd_kernel(params, dense, sums, kind, stream);
   }
   return is_short ? launch_bwd_kernel<Layout<float, 16, 1, 4, 4>>(params, dense, sums, kind, stream)
                   : launch_bwd_kernel<Layout<float, 32, 1, 4>>(params, dense, sums, kind, stream);
