@@ -24,7 +24,8 @@ MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+
 REGISTERS = re.compile(r"Used (\d+) registers")
 # Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in
 # 168 registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill some
-# words of their work tile and of the steps whose tables come next, which have three words each with given gates. In fp32
+# words of their work tile and of the steps whose tables come next, which have three words each with given gates; those that
+# rotate B and C spill addresses and angles of the producer warps. In fp32
 # operands are hi/lo pairs, which leave fewer registers; with TF32 the warps that copy for states spill addresses, once a
 # segment. The norms of any rows keep the registers of the aligned kernels, so that as many blocks are resident; they spill
 # words of addresses and weights, each once a row; before 9.0a those of aligned rows spill an address or two. The convolution
@@ -56,6 +57,8 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::Ssd(Log|Diagonal)FwdParams, .*>@(?!sm_90a)"): 208,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::SsdLogFwdParams, .*>@sm_90a"): 48,
     re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, (128|256), ssd::SsdDiagonalFwdParams, .*>@sm_90a"): 56,
+    re.compile(r"ssd::ssd_fwd_sm90_kernel<\w+, 128, false, ssd::RotatedGates<\w+, 1, true>\s*>@sm_90a"): 240,
+    re.compile(r"ssd::ssd_fwd_sm90_kernel<\w+, 128, false, ssd::RotatedGates<\w+, 2, true>\s*>@sm_90a"): 1536,
     re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<double, \d>@"): 720,
     re.compile(r"mlstm::mlstm_normalizer_bwd_kernel<\w+, 1>@(?!sm_90a)"): 40,
     re.compile(r"causal_conv1d::conv_bwd_channels_last_kernel<\w+, true, false, true>@"): 40,

@@ -226,11 +226,10 @@ ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z
 
 enum class Pass { kForward, kBackward };
 
-// The type of the scan's sequences, k and q included. On CUDA forward has that of x, and with ranks backward too: fp16 and bf16
-// have wgmma kernels. The gradients of angles and dt are small sums of large terms of k and q, so that rank one's backward is
-// wide; so is a wide output.
+// The type of the scan's sequences, k and q included. On CUDA the forward of a call with ranks has that of x: fp16 and bf16
+// have wgmma kernels. Backward is wide, because the gradients of angles and dt are small sums of large terms of k and q.
 at::ScalarType scan_dtype(const Inputs& in, Pass pass) {
-  const bool is_narrow = in.x.is_cuda() && (in.has_ranks() || (pass == Pass::kForward && !in.wide_out));
+  const bool is_narrow = in.x.is_cuda() && in.has_ranks() && pass == Pass::kForward;
   return is_narrow ? in.x.scalar_type() : in.wide();
 }
 
@@ -238,32 +237,14 @@ Rotation rotate_for_scan(const Inputs& in, Pass pass) {
   return rotates_by_cuda_kernels(in) ? rotate_cuda(in, scan_dtype(in, pass)) : rotate(in);
 }
 
-// The scan that follows the rotation. `ranks` outlives it.
-ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks, Pass pass) {
-  const at::ScalarType dtype = scan_dtype(in, pass);
-  const auto cast = [&](const OptionalTensor& tensor) {
-    return is_present(tensor) ? OptionalTensor(tensor->to(dtype)) : OptionalTensor();
-  };
+// The scan without x, z and the rows: gates, D, states and sequences.
+ssd::TwoSampleInputs gates_of_scan(const Inputs& in) {
   ssd::TwoSampleInputs scan;
-  scan.x = in.x.to(dtype);
   scan.dt = in.dt.to(in.wide());
   scan.A = in.A.to(in.wide());
-  scan.B = rotation.k.to(dtype);
-  scan.C = rotation.q.to(dtype);
   scan.D = in.D;
-  scan.z = cast(in.z);
   scan.initial_states = in.initial_ssm;
   scan.lam = in.trap.to(in.wide());
-  if (in.has_ranks()) {
-    scan.ranks = &ranks;
-    if (is_present(in.initial_x)) {
-      scan.previous_x = inputs_before(in);
-      scan.previous_B = ranks_first(*in.initial_k, 1);
-    }
-  } else {
-    scan.previous_x = cast(in.initial_x);
-    scan.previous_B = in.initial_k;
-  }
   scan.seq_idx = in.seq_idx;
   scan.cu_seqlens = in.cu_seqlens;
   scan.are_cu_seqlens_checked = true;
@@ -276,6 +257,62 @@ ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const s
   scan.dt_max = limits[1];
   return scan;
 }
+
+// The scan that follows the rotation. `ranks` outlives it.
+ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks, Pass pass) {
+  const at::ScalarType dtype = scan_dtype(in, pass);
+  const auto cast = [&](const OptionalTensor& tensor) {
+    return is_present(tensor) ? OptionalTensor(tensor->to(dtype)) : OptionalTensor();
+  };
+  ssd::TwoSampleInputs scan = gates_of_scan(in);
+  scan.x = in.x.to(dtype);
+  scan.B = rotation.k.to(dtype);
+  scan.C = rotation.q.to(dtype);
+  scan.z = cast(in.z);
+  if (in.has_ranks()) {
+    scan.ranks = &ranks;
+    if (is_present(in.initial_x)) {
+      scan.previous_x = inputs_before(in);
+      scan.previous_B = ranks_first(*in.initial_k, 1);
+    }
+  } else {
+    scan.previous_x = cast(in.initial_x);
+    scan.previous_B = in.initial_k;
+  }
+  return scan;
+}
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+// Whether the scan's kernel rotates (ssd/cuda/row_rotator.cuh).
+bool rotates_in_scan(const Inputs& in) {
+  if (!in.x.is_cuda() || in.has_ranks() || in.wide_out || in.angles.size(-1) == 0) return false;
+  ssd::Inputs scan;
+  scan.x = in.x;
+  scan.B = in.B;
+  scan.C = in.C;
+  scan.seq_idx = in.seq_idx;
+  scan.cu_seqlens = in.cu_seqlens;
+  return ssd::takes_rotation(scan, in.angles.size(-1));
+}
+
+Outputs rotating_scan(const Inputs& in) {
+  const Rotation phases = phases_cuda(in, in.x.scalar_type());
+  const ssd::Rotation rotation = {phases.starts, in.angles,          in.dt,         in.B_bias, in.C_bias,
+                                  in.is_pairs(), phases.final_angle, phases.final_k};
+  ssd::TwoSampleInputs scan = gates_of_scan(in);
+  scan.x = in.x;
+  scan.B = in.B;
+  scan.C = in.C;
+  scan.z = in.z;
+  scan.previous_x = in.initial_x;
+  scan.previous_B = in.initial_k;
+  scan.rotation = &rotation;
+  const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
+  return {found.out, phases.final_angle, found.final_states, phases.final_k, ssd::last_steps(scan, in.x, in.initial_x)};
+}
+
+#endif
 
 bool has_no_steps(const Inputs& in) { return in.x.size(1) == 0 || in.x.size(2) == 0; }
 
@@ -319,6 +356,9 @@ Outputs mamba3_fwd(const Inputs& in) {
   TORCH_INTERNAL_ASSERT(in.has_ranks() || !is_present(in.norm_weight), "the public operator norms a scan without ranks");
   check_values(in, /*is_backward=*/false);
   if (has_no_steps(in)) return without_steps(in, allocate_fwd(in));
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (rotates_in_scan(in)) return rotating_scan(in);
+#endif
   const Rotation rotation = rotate_for_scan(in, Pass::kForward);
   const ssd::Ranks ranks = ranks_of(in);
   const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks, Pass::kForward);

@@ -39,6 +39,8 @@ void rotate_adjoint_cpu(const Inputs& in, Rotation& rotation, const at::Tensor& 
 // By kernels on CUDA, for all dtypes but float64. k and q are float32 or of the inputs' type.
 bool rotates_by_cuda_kernels(const Inputs& in);
 Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype);
+// The same without k and q, for a scan that rotates B and C itself (ssd::Rotation) and writes the final angle and k.
+Rotation phases_cuda(const Inputs& in, at::ScalarType dtype);
 // The gradients of k, q and the states, and that of dt through the scan.
 struct RotationGrads {
   at::Tensor k, q;

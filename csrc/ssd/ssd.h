@@ -74,11 +74,30 @@ struct GivenGates {
 struct SsdLogFwdParams : SsdFwdParams {
   GivenGates gates;
 };
-// With a gain on the diagonal (Inputs::diagonal_gain), of the gates' type and strides. A step may have 2 to the power rank_shift
-// consecutive rows (Inputs::rank_shift), at most eight.
+// With a gain on the diagonal (Inputs::diagonal_gain), of the gates' type and strides. A step may have 2 to the power
+// rank_shift consecutive rows (Inputs::rank_shift), at most eight.
 struct SsdDiagonalFwdParams : SsdLogFwdParams {
   int64_t diagonal_gain_offset = 0;  // from a log decay to its diagonal gain, in bytes
   int rank_shift = 0;
+};
+// Mamba-3's bias and rotation of B and C, which make rows of heads from rows of groups: k_t = R(theta_t) (B_t + B_bias), q_t =
+// R(theta_t) (C_t + C_bias), where R rotates the pairs of columns (2 i, 2 i + 1), or (i, i + dstate / 2), for i < angles, by
+// the phases theta. Phases are in turns; step t adds tanh(angles_t) dt_t / 2.
+struct RowRotation {
+  const float* phases = nullptr;  // before each chunk, (batch, chunks, heads, angles)
+  RowsView angles;                // rows of `angles_count` elements, of fp32 or of the inputs' type; strides in elements
+  const float* dt = nullptr;      // (batch, seqlen, heads)
+  const float *B_bias = nullptr, *C_bias = nullptr;  // (heads, dstate), or null
+  // Results: k of the last step, (batch, heads, dstate), and its phases in radians, (batch, heads, angles).
+  float *final_k = nullptr, *final_angle = nullptr;
+  int angles_count = 0;
+  bool are_angles_fp32 = false, is_pairs = true;
+};
+constexpr int kRotatedTileSteps = 8;
+struct SsdRotatedFwdParams : SsdDiagonalFwdParams {
+  RowRotation rotation;
+  // Tiles of kRotatedTileSteps steps of x, and of kChunk steps of z, for TMA loads.
+  cuda::TmaDescriptor x_descriptor = {}, z_descriptor = {};
 };
 struct SsdLogBwdParams : SsdBwdParams {
   GivenGates gates;
@@ -97,5 +116,6 @@ SSM_KERNEL_STRUCT(SsdLogFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdLogBwdParams, 776);
 SSM_KERNEL_STRUCT(SsdDiagonalFwdParams, 640);
 SSM_KERNEL_STRUCT(SsdDiagonalBwdParams, 824);
+SSM_KERNEL_STRUCT(SsdRotatedFwdParams, 1024);
 
 }  // namespace ssm_kernels::ssd

@@ -34,6 +34,15 @@ struct RankGrads {
   at::Tensor x, z, out, norm_weight;
 };
 
+// A rotation that makes the rows of heads from B and C, the rows of groups: RowRotation, ssd.h. Tensors are on CUDA.
+struct Rotation {
+  at::Tensor phases;      // (batch, chunks of 64 steps, heads, angles), fp32, contiguous
+  at::Tensor angles, dt;  // (batch, seqlen, angles) or (batch, seqlen, heads, angles); (batch, seqlen, heads)
+  OptionalTensor B_bias, C_bias;
+  bool is_pairs = true;
+  at::Tensor final_angle, final_k;  // results, (batch, heads, angles) and (batch, heads, dstate), fp32, contiguous
+};
+
 // A call gives dt and A, or in their place the log decays and, optionally, the gains of all steps.
 struct Inputs {
   at::Tensor x;
@@ -62,6 +71,8 @@ struct Inputs {
   // gates, at most eight. All of them read the state before the step, and the diagonal is the block of all pairs of rows of a
   // step. The first row has the log decay and receives its gradient; the others have a log decay of 0.
   int rank_shift = 0;
+  // For forward of calls with given gates and a gain on the diagonal that takes_rotation() names.
+  const Rotation* rotation = nullptr;
 
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
@@ -219,6 +230,11 @@ GradTensors bwd_ranks_cuda(const BwdInputs& bwd);
 bool writes_out_products(const Inputs& in);
 // Whether forward of a call on CUDA runs kernels that take out_factor.
 bool takes_out_factors(const Inputs& in);
+// Whether forward of a call on CUDA runs the kernel that takes `rotation` (row_rotator.cuh), with B and C of groups: fp16 and
+// bf16, on compute capability 9.0, a dstate of 64 or 128, a multiple of 4 angles, at least two state tiles in a group,
+// sequences that are not packed, without resets, and enough of them or few enough steps that no block begins inside a long
+// sequence.
+bool takes_rotation(const Inputs& in, int64_t angles);
 std::string plan_cuda(const Inputs& in, bool is_backward);
 // Writes the states that a scan from zero leaves, or in reverse the gradient of the states before it, with the outputs'
 // gradient in the place of x, and the decay of all steps if that is defined. B and C are the same tensor. Returns false, and

@@ -75,6 +75,7 @@ Inputs TwoSampleInputs::of_scan() const {
   scan.discretization = discretization;
   scan.reverse = reverse;
   scan.ranks = ranks;
+  scan.rotation = rotation;
   return scan;
 }
 

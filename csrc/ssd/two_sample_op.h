@@ -29,6 +29,7 @@ struct TwoSampleInputs {
   // As Inputs::ranks. previous_x is then v of the sample before, (sequences, ranks, heads, headdim), and previous_B (sequences,
   // ranks, groups, dstate).
   const Ranks* ranks = nullptr;
+  const Rotation* rotation = nullptr;  // as Inputs::rotation; previous_B then has heads in place of groups
 
   auto tensors() { return std::tie(x, dt, A, B, C, D, z, dt_bias, initial_states, lam, previous_x, previous_B); }
   auto fields() {

@@ -12,6 +12,7 @@ enum NamedBarrier : int {
   kWarpgroupBarrier = 1,  // and the next ones, one for each warpgroup
   kPartialOutIsThere = kWarpgroupBarrier + kWarpgroups,
   kPartialOutIsRead,
+  kRotationBarrier,  // of the warpgroup that rotates rows
 };
 __device__ __forceinline__ void sync_warpgroup(int index) { barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
 

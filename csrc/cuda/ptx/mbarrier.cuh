@@ -44,6 +44,16 @@ class Mbarrier {
 #undef SSM_BARRIER_WAIT
   }
 
+  // Whether that phase has completed, without waiting.
+  __device__ __forceinline__ bool is_complete(int phase) const {
+    uint32_t is_over = 0;
+    asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
+                 : "=r"(is_over)
+                 : "r"(address()), "r"(phase & 1)
+                 : "memory");
+    return is_over != 0;
+  }
+
   __device__ __forceinline__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
 
  private:

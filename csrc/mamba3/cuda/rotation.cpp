@@ -158,9 +158,8 @@ at::Tensor state_of_kernels(const Inputs& in, at::IntArrayRef shape, const Optio
 
 bool rotates_by_cuda_kernels(const Inputs& in) { return in.x.is_cuda() && in.x.scalar_type() != at::kDouble; }
 
-Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype) {
+Rotation phases_cuda(const Inputs& in, at::ScalarType dtype) {
   const c10::cuda::CUDAGuard guard(in.x.device());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   const int64_t batch = in.x.size(0), seqlen = in.x.size(1), heads = in.x.size(2), angles = in.angles.size(-1),
                 dstate = in.B.size(-1), chunks = ceil_div(seqlen, int64_t(kPhaseChunk)), sequences = sequence_count(in);
   Rotation rotation;
@@ -171,10 +170,6 @@ Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype) {
   rotation.starts = empty_tensor({batch, chunks, heads, angles}, options);
   if (in.angles.dim() == 4) rotation.rates = empty_tensor({batch, seqlen, heads, angles}, options);
   if (is_present(in.initial_angle)) rotation.initial_turns = empty_tensor({sequences, heads, angles}, options);
-  c10::SymDimVector shape = {batch, seqlen, heads, dstate};
-  if (in.has_ranks()) shape.insert(shape.begin() + 2, in.ranks());
-  rotation.k = empty_tensor(shape, options.dtype(dtype));
-  rotation.q = empty_tensor(shape, options.dtype(dtype));
   rotation.final_angle = state_of_kernels(in, {sequences, heads, angles}, in.initial_angle);
   if (is_present(in.cu_seqlens) && is_present(in.initial_angle)) {
     constexpr double kTurn = 2 * kPi;
@@ -184,19 +179,31 @@ Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype) {
       in,
       in.has_ranks() ? at::IntArrayRef({sequences, heads, in.ranks(), dstate}) : at::IntArrayRef({sequences, heads, dstate}),
       in.initial_k);
+  if (rotation.starts.numel() == 0) return rotation;
+  const at::Tensor sums = empty_tensor({batch, chunks, heads, angles}, options.dtype(at::kDouble));
+  KernelCall<PhaseParams> phases(in, rotation);
+  phases.params.sums = sums.data_ptr<double>();
+  C10_CUDA_CHECK(launch_phase_starts(phases.params, c10::cuda::getCurrentCUDAStream()));
+  return rotation;
+}
+
+Rotation rotate_cuda(const Inputs& in, at::ScalarType dtype) {
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  Rotation rotation = phases_cuda(in, dtype);
+  c10::SymDimVector shape = {in.x.size(0), in.x.size(1), in.x.size(2), in.B.size(-1)};
+  if (in.has_ranks()) shape.insert(shape.begin() + 2, in.ranks());
+  const at::TensorOptions options = in.wide_options().dtype(dtype);
+  rotation.k = empty_tensor(shape, options);
+  rotation.q = empty_tensor(shape, options);
   if (rotation.k.numel() == 0) return rotation;
-  if (angles > 0) {
-    const at::Tensor sums = empty_tensor({batch, chunks, heads, angles}, options.dtype(at::kDouble));
-    KernelCall<PhaseParams> phases(in, rotation);
-    phases.params.sums = sums.data_ptr<double>();
-    C10_CUDA_CHECK(launch_phase_starts(phases.params, stream));
-  }
   KernelCall<RotateParams> call(in, rotation);
   call.params.k = rotation.k.data_ptr();
   call.params.q = rotation.q.data_ptr();
   call.params.final_angle = rotation.final_angle.data_ptr<float>();
   call.params.final_k = rotation.final_k.data_ptr<float>();
-  visit_row_type(dtype, [&](auto scalar) { return launch_rotate<decltype(scalar)>(call.params, call.is_aligned, stream); });
+  visit_row_type(dtype, [&](auto scalar) {
+    return launch_rotate<decltype(scalar)>(call.params, call.is_aligned, c10::cuda::getCurrentCUDAStream());
+  });
   return rotation;
 }
 

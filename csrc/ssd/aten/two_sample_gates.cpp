@@ -178,7 +178,8 @@ at::Tensor first_states(const TwoSampleInputs& in, const TwoSampleGates& gates) 
       const at::Tensor x = x_of_groups(in, in.previous_x->to(accumulate));
       sample = at::matmul(x.transpose(-2, -1), B_of_groups(B)).reshape({x.size(0), in.x.size(2), in.x.size(3), B.size(-1)});
     } else {
-      const at::Tensor x = by_group(in, in.previous_x->to(accumulate));
+      const int64_t groups = B.size(-2);
+      const at::Tensor x = in.previous_x->to(accumulate).unflatten(1, {groups, in.x.size(2) / groups});
       sample = (x.unsqueeze(-1) * B.unsqueeze(2).unsqueeze(3)).flatten(1, 2);
     }
     sample = sample * factor(gates.first_previous);

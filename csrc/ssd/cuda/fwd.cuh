@@ -55,11 +55,15 @@ cudaError_t launch_ssd_fwd_kernel(const typename Gates::FwdParams& params, const
                          schedule);
   };
   if constexpr (Mma::kIsAsync) {
-    constexpr int kThreads = FwdSm90<Scalar, dstate, true, Gates>::kThreads;
-    const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
-    const auto kernel =
-        has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true, Gates> : ssd_fwd_sm90_kernel<Scalar, dstate, false, Gates>;
-    return launch(kernel, kThreads, params);
+    constexpr int kThreads = FwdSm90<Scalar, dstate, false, Gates>::kThreads;
+    if constexpr (kRotatesRows<Gates>) {
+      return launch(ssd_fwd_sm90_kernel<Scalar, dstate, false, Gates>, kThreads, params);
+    } else {
+      const bool has_options = params.resets != nullptr || params.chunk_states != nullptr;
+      const auto kernel =
+          has_options ? ssd_fwd_sm90_kernel<Scalar, dstate, true, Gates> : ssd_fwd_sm90_kernel<Scalar, dstate, false, Gates>;
+      return launch(kernel, kThreads, params);
+    }
   } else {
     const auto launch_sm80 = [&](const auto& call_params) {
       using Params = std::decay_t<decltype(call_params)>;
@@ -118,6 +122,22 @@ template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdDiagonalFwdParams& params, const Schedule& schedule, Products products,
                            int max_shared_bytes, cudaStream_t stream) {
   return launch_ssd_fwd_of<DiagonalGates<Scalar>>(params, schedule, products, max_shared_bytes, stream);
+}
+template <typename Scalar>
+cudaError_t launch_ssd_rotated_fwd(const SsdRotatedFwdParams& params, const Schedule& schedule, int max_shared_bytes,
+                                   cudaStream_t stream) {
+  const int available = max_shared_bytes - kTicketBytes;
+  const auto launch = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    if (params.rotation.is_pairs && 4 * params.rotation.angles_count <= kColumns) {
+      return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 1, true>>(params, schedule, available,
+                                                                                               stream);
+    }
+    return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 2, true>>(params, schedule, available,
+                                                                                             stream);
+  };
+  if (params.dstate == 64) return launch(std::integral_constant<int, 64>());
+  return params.dstate == 128 ? launch(std::integral_constant<int, 128>()) : cudaErrorInvalidValue;
 }
 
 }  // namespace ssm_kernels::ssd

@@ -21,6 +21,7 @@
 #include "cuda/chunked/state_carry.cuh"
 #include "cuda/chunked/warpgroup_layout.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
+#include "ssd/cuda/row_rotator.cuh"
 #include "ssd/cuda/skip_and_gate.cuh"
 
 namespace ssm_kernels::ssd {
@@ -30,14 +31,17 @@ struct Sm90Shared {
   using Tables = TablesOfGates<Gates>;
   using Layout = WarpgroupLayout<dstate>;
   static constexpr int kMaxStages = 3;
-  struct Stage {
+  struct CopiedRows {
     SmemTile<Layout::kColumns> B[Layout::kColumnBlocks], C[Layout::kColumnBlocks];
+  };
+  struct Stage : std::conditional_t<kRotatesRows<Gates>, Empty, CopiedRows> {
     SmemTile<kStateRows> x[Layout::kRowBlocks];
   };
   struct {
     SmemTile<kChunk> rounded, lo;
   } bmm[kWarpgroups];  // M^T
   SmemTile<kStateRows> out[Layout::kRowBlocks];
+  std::conditional_t<kRotatesRows<Gates>, RotatedShared<dstate, kRotatesLo<Gates>>, Empty> rotated;
   typename Layout::PartialOut partial_out;
   Tables tables[kMaxStages][kWarpgroups];
   Mbarrier full[kMaxStages], empty[kMaxStages];
@@ -57,6 +61,7 @@ template <typename Scalar, int dstate, bool has_options, typename Gates>
 struct FwdSm90 {
   using Params = typename Gates::FwdParams;
   // Warps 0 and 1 of the producer warpgroup copy; warps 2 and 3 compute the tables of a state tile each.
+  static constexpr bool kRotates = kRotatesRows<Gates>;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
   static constexpr int kCopyWarps = 2, kCopyThreads = kCopyWarps * kWarpSize;
   static_assert(kCopyWarps + kWarpgroups == kWarpgroupWarps, "setmaxnreg takes a whole warpgroup of producers");
@@ -69,7 +74,9 @@ struct FwdSm90 {
   static constexpr int kStateGroups = Layout::kColumns / 16;
   using Order = FromBothEnds;  // of the steps, down the rows of B, x and M^T
   using Epilogue = TmaEpilogue<Scalar, Order, SkipAndGate, Params>;
-  static constexpr int kConsumerRegisters = dstate > 64 ? 208 : 192;  // of a thread, after setmaxnreg
+  using RotatedRows = std::conditional_t<kRotates, ssd::RotatedRows<dstate, kRotatesLo<Gates>>, NoRotatedRows>;
+  static constexpr int kConsumerRegisters =
+      dstate > 64 ? (kRotates ? 200 : 208) : (kRotates ? 176 : 192);  // of a thread, after setmaxnreg
   static constexpr int kProducerRegisters = cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kWarpgroupThreads>();
 
   const Params& p;
@@ -105,6 +112,66 @@ struct FwdSm90 {
     });
   }
 
+  // The producer warpgroup of a kernel that rotates: all its warps rotate. Before that, for each stage, warps 0 and 1 compute
+  // the tables of a head each, and warp 2 starts the copies of x and z.
+  __device__ __forceinline__ void produce_rotated() {
+    RowRotator<Gates, dstate, Order> rotator(p, shared.rotated);
+    const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpSize - kWarpgroups * kWarpgroupWarps, 0);
+    PipelineState pipeline;
+    for_each_segment(p, schedule, [&](const auto&, const WorkSpan& at) {
+      const StateTile first(p, schedule, at, 0), second(p, schedule, at, 1);
+      const bool makes_tables = warp < kWarpgroups;
+      const int head = warp == 0 ? first.head : second.head;
+      const Gates gates(p, head);
+      const auto source = Gates::source(p, at, head, 0);
+      FetchedSteps<Gates> fetched = {};
+      const auto fetch = [&](int chunk) {
+        if (makes_tables && chunk < at.chunks) fetched.fetch(p, Gates::later(p, source, chunk), nullptr, at.steps_of(chunk));
+      };
+      fetch(0);
+      int filled = 0;
+      rotator.rotate_segment(at, first.head, second.head, [&](int chunk) {
+#pragma unroll 1
+        while (filled < at.chunks) {
+          Mbarrier& empty = shared.empty[pipeline.stage];
+          if (filled > chunk && pipeline.phase > 0 && !__all_sync(kAllLanes, empty.is_complete(pipeline.phase - 1))) break;
+          if (pipeline.phase > 0) empty.wait(pipeline.phase - 1);
+          Mbarrier& full = shared.full[pipeline.stage];
+          if (makes_tables) {
+            ChunkCumsum<1, Gates> made;
+            made.make(p, gates, &fetched);
+            made.store(0, shared.tables[pipeline.stage][warp]);
+            full.arrive();
+            fetch(filled + 1);
+          } else if (threadIdx.x % kWarpgroupThreads == kWarpgroups * kWarpSize) {
+            load_tiles(at, first, second, filled, pipeline.stage, full);
+          }
+          ++filled;
+          pipeline.advance(schedule.stages);
+        }
+      });
+    });
+  }
+
+  // Starts the copies of a chunk of x and z, by TMA: elements outside of the tensors become zeros.
+  __device__ __forceinline__ void load_tiles(const WorkSpan& at, const StateTile& first, const StateTile& second, int chunk,
+                                             int stage_index, Mbarrier& full) {
+    static_assert(kRotatedTileSteps == kBlockSteps, "a copy fills one block of the order");
+    Stage& target = stage(stage_index);
+    const int step = static_cast<int>(at.start) + chunk * kChunk, batch = static_cast<int>(at.batch);
+    full.arrive_and_expect_tx(static_cast<int>(has_gate ? 2 * sizeof(target.x) : sizeof(target.x)));
+#pragma unroll
+    for (int index = 0; index < Layout::kRowBlocks; ++index) {
+      const int row = index == 0 ? first.first_row : second.first_row, head = index == 0 ? first.head : second.head;
+#pragma unroll
+      for (int position = 0; position < kStepBlocks; ++position) {
+        cuda::tma_load_tile(target.x[index].vector(kBlockSteps * position, 0), p.x_descriptor, row, head,
+                            step + kBlockSteps * Order::block_at(position), batch, full);
+      }
+      if (has_gate) cuda::tma_load_tile(z_tile(stage_index, index), p.z_descriptor, row, head, step, batch, full);
+    }
+  }
+
   __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, PipelineState& pipeline) {
     const StateTile state_tile(p, schedule, at, index);
     produce_chunk_cumsum<Gates, 1, false>(
@@ -138,10 +205,12 @@ struct FwdSm90 {
                                                  [&](int chunk, int stage_index) {
                                                    Stage& target = stage(stage_index);
                                                    const int steps = at.steps_of(chunk);
+                                                   if constexpr (!kRotates) {
 #pragma unroll
-                                                   for (int index = 0; index < Layout::kColumnBlocks; ++index) {
-                                                     copy_B[index].copy(target.B[index], steps, p.B.stride_step);
-                                                     copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+                                                     for (int index = 0; index < Layout::kColumnBlocks; ++index) {
+                                                       copy_B[index].copy(target.B[index], steps, p.B.stride_step);
+                                                       copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+                                                     }
                                                    }
 #pragma unroll
                                                    for (int index = 0; index < Layout::kRowBlocks; ++index) {
@@ -159,10 +228,11 @@ struct FwdSm90 {
     clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
     const FragmentPairs<> pairs(lane);
     PipelineState pipeline;
+    RotatedRows rotated(shared.rotated, index);
     scan_segments<Layout::kColumns, ScalarMap>(
         p, schedule, index, lane,
         [&](TileState& state, const WorkSpan& at, const StateTile& state_tile, const auto& store_chunk_state) {
-          scan_segment(state, at, state_tile, index, pairs, lane, pipeline, store_chunk_state);
+          scan_segment(state, at, state_tile, index, pairs, lane, pipeline, rotated, store_chunk_state);
         });
     Epilogue::wait_for_sent();
   }
@@ -171,7 +241,7 @@ struct FwdSm90 {
   template <typename StoreChunkState>
   __device__ __forceinline__ void scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
                                                const FragmentPairs<>& pairs, const FragmentLane& lane, PipelineState& pipeline,
-                                               const StoreChunkState& store_chunk_state) {
+                                               RotatedRows& rotated, const StoreChunkState& store_chunk_state) {
     // The epilogue stores nothing for a state tile without rows.
     StateTile out_tile = state_tile;
     if (!Layout::writes_out(index)) out_tile.rows = 0;
@@ -182,20 +252,35 @@ struct FwdSm90 {
       shared.full[pipeline.stage].wait(pipeline.phase);
       Stage& tiles = stage(pipeline.stage);
       const Tables& tables = shared.tables[pipeline.stage][index];
-      const uint64_t B_rows = make_operand(tiles.B[columns]);
+      uint64_t B_rows, C_rows;
+      if constexpr (kRotates) {
+        rotated.wait();
+        B_rows = make_operand(rotated.slot().k);
+        C_rows = make_operand(rotated.slot().q);
+      } else {
+        B_rows = make_operand(tiles.B[columns]);
+        C_rows = make_operand(tiles.C[columns]);
+      }
 
       float y[kStepBlocks][4];
-      const uint64_t C_rows = make_operand(tiles.C[columns]);
       float m[kStepBlocks][4];
       uint32_t s[kStateGroups][4];
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
       // Loads most of what scaling needs of the tables: loads after the products start would wait for them.
-      const DecayMask<Order, has_options, Tables> mask(tables, lane, rank_shift_of<Gates>(p));
+      const DecayMask<Order, has_options, Tables> mask(tables, lane, kRotates ? 0 : rank_shift_of<Gates>(p));
       cuda::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
         cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
+      }
+      if constexpr (kRotatesLo<Gates>) {
+        const uint64_t k_lo = make_operand(rotated.slot().lo.k), q_lo = make_operand(rotated.slot().lo.q);
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) {
+          cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(q_lo, k), true);
+          cuda::gemm<Scalar, false, false>(m, columns_of(k_lo, k), columns_of(C_rows, k), true);
+        }
       }
       cuda::warpgroup_commit();
 #pragma unroll
@@ -257,6 +342,7 @@ struct FwdSm90 {
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
+      if constexpr (kRotates) rotated.release();
       if constexpr (has_options) store_chunk_state(left - 1);
       if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
@@ -281,14 +367,19 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
   // The shuffle tells the compiler that all lanes have the same value.
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   if (threadIdx.x < schedule.stages) {
-    fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
+    fwd.shared.full[threadIdx.x].init((Fwd::kRotates ? 1 : Fwd::kCopyThreads) + kWarpgroups * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
+  if constexpr (Fwd::kRotates) fwd.shared.rotated.init(threadIdx.x);
   take_range(schedule);
   __syncthreads();
   if (warpgroup >= kWarpgroups) {
     cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
-    fwd.produce();
+    if constexpr (Fwd::kRotates) {
+      fwd.produce_rotated();
+    } else {
+      fwd.produce();
+    }
   } else {
     cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
     fwd.consume(warpgroup);

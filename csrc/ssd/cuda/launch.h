@@ -54,6 +54,11 @@ SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdLogFwdParams& params, const S
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_fwd(const SsdDiagonalFwdParams& params, const Schedule& schedule, Products products,
                                           int max_shared_bytes, cudaStream_t stream);
+// For __half and __nv_bfloat16, dstate 64 or 128, sequences that are not packed, without resets and chunk states, and a
+// schedule that splits no work tile. B and C are rows of groups; angles and phases have vectors of 4 elements.
+template <typename Scalar>
+SSM_KERNEL_API cudaError_t launch_ssd_rotated_fwd(const SsdRotatedFwdParams& params, const Schedule& schedule,
+                                                  int max_shared_bytes, cudaStream_t stream);
 SSM_KERNEL_API cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
 SSM_KERNEL_API cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, Products products,

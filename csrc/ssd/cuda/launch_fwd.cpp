@@ -38,10 +38,11 @@ int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
 
 // A call: the parameters of its kernels, and the tensors that these point to.
 struct ForwardCall {
-  SsdDiagonalFwdParams params;  // without gains on the diagonal, or given gates, the kernels take a base of it
+  SsdRotatedFwdParams params;  // without a rotation, gains on the diagonal, or given gates, the kernels take a base of it
   bool has_given_gates = false, has_diagonal_gain = false;
   Schedule schedule;
   at::Tensor gate, states, flags, chunk_starts;
+  at::Tensor angles, sizes, B_bias, C_bias;
   bool is_short = false;
   Products products = Products::kMma;
 };
@@ -81,14 +82,47 @@ void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
   }
 }
 
-// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
-bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+// Makes the descriptor of TMA copies of tiles of so many steps.
+bool describe_tiles(const at::Tensor& rows, uint32_t steps, cuda::TmaDescriptor& descriptor) {
   // TMA takes 32-bit coordinates, and a tile's first step is one.
-  if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
-  if (out.numel() == 0) return true;
-  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
-  return cuda::make_tma_descriptor(params.out_descriptor, out.data_ptr(), {size(3), size(2), size(1), size(0)},
-                                   {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
+  if (rows.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (rows.numel() == 0) return true;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(rows.size(dim)); };
+  return cuda::make_tma_descriptor(descriptor, const_cast<void*>(rows.const_data_ptr()), {size(3), size(2), size(1), size(0)},
+                                   {rows.stride(2), rows.stride(1), rows.stride(0)}, {kStateRows, 1, steps, 1}) == cudaSuccess;
+}
+
+// Fills the parameters of the rotation, of a call whose other parameters are there.
+void prepare_rotation(const KernelInputs& inputs, const Rotation& rotation, ForwardCall& call) {
+  RowRotation& params = call.params.rotation;
+  const bool are_fp32 = rotation.angles.scalar_type() == at::kFloat;
+  call.angles = are_fp32 ? rotation.angles : rotation.angles.to(inputs.x.scalar_type());
+  const int64_t bytes = 4 * call.angles.element_size();
+  bool are_vectors = call.angles.stride(-1) == 1 && reinterpret_cast<uintptr_t>(call.angles.const_data_ptr()) % bytes == 0;
+  for (int64_t dim = 0; dim < call.angles.dim() - 1; ++dim) are_vectors &= call.angles.stride(dim) % 4 == 0;
+  if (!are_vectors) call.angles = call.angles.contiguous();
+  call.sizes = rotation.dt.to(at::kFloat).contiguous();
+  params.angles.data = const_cast<void*>(call.angles.const_data_ptr());
+  params.angles.stride_batch = call.angles.stride(0);
+  params.angles.stride_step = call.angles.stride(1);
+  params.angles.stride_head = call.angles.dim() == 4 ? call.angles.stride(2) : 0;
+  params.are_angles_fp32 = are_fp32;
+  params.angles_count = static_cast<int>(call.angles.size(-1));
+  params.is_pairs = rotation.is_pairs;
+  params.phases = rotation.phases.const_data_ptr<float>();
+  params.dt = call.sizes.const_data_ptr<float>();
+  const auto bias_of = [](const OptionalTensor& bias, at::Tensor& kept) -> const float* {
+    if (!is_present(bias)) return nullptr;
+    kept = bias->contiguous();
+    return kept.const_data_ptr<float>();
+  };
+  params.B_bias = bias_of(rotation.B_bias, call.B_bias);
+  params.C_bias = bias_of(rotation.C_bias, call.C_bias);
+  params.final_k = rotation.final_k.data_ptr<float>();
+  params.final_angle = rotation.final_angle.data_ptr<float>();
+  const bool are_described = describe_tiles(inputs.x, kRotatedTileSteps, call.params.x_descriptor) &&
+                             (!call.gate.defined() || describe_tiles(call.gate, kChunk, call.params.z_descriptor));
+  TORCH_INTERNAL_ASSERT(are_described, "takes_rotation() names calls with tiles");
 }
 
 // Whether the short scan (short_scan_fwd.cuh) takes a call with dt and A.
@@ -124,7 +158,13 @@ ForwardCall prepare(const KernelInputs& inputs, PendingCopies& copies, const Opt
   }
   make_schedule(inputs.x.options(), call);
   call.products = choose_products(out, inputs.is_reverse());
-  if (call.products == Products::kWgmma && !describe_tiles(out, call.params)) call.products = Products::kMma;
+  if (call.products == Products::kWgmma && !describe_tiles(out, kChunk, call.params.out_descriptor)) {
+    call.products = Products::kMma;
+  }
+  if (inputs.rotation() != nullptr) {
+    TORCH_INTERNAL_ASSERT(call.products == Products::kWgmma && !call.schedule.splits_work_tiles);
+    prepare_rotation(inputs, *inputs.rotation(), call);
+  }
   return call;
 }
 
@@ -142,6 +182,18 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   int64_t columns = in.B.size(3);
   if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false, has_diagonal_gain);
+}
+
+bool takes_rotation(const Inputs& in, int64_t angles) {
+  const int64_t dstate = in.B.size(3);
+  if (!in.x.is_cuda() || in.x.element_size() != 2 || !use_wgmma(in.x, in.reverse)) return false;
+  if (max_shared_bytes(in.x) < kSm90SharedBytes) return false;
+  if ((dstate != 64 && dstate != 128) || angles % 4 != 0 || is_present(in.seq_idx) || is_present(in.cu_seqlens)) return false;
+  if (in.x.numel() == 0 || in.x.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  const WorkPartition partition =
+      partition_work({in.x.size(0), in.x.size(1), in.x.size(2), in.B.size(2), in.x.size(3), dstate});
+  const int64_t multiprocessors = cuda::multiprocessor_count(in.x.device().index());
+  return partition.tiles_per_group >= kWarpgroups && choose_range(partition, multiprocessors) >= partition.chunks;
 }
 
 bool use_wgmma(const at::Tensor& x, bool reverse) {
@@ -167,11 +219,16 @@ void launch_forward(const KernelInputs& inputs, PendingCopies& copies, const Opt
     return;
   }
   const int max_shared_bytes = ssd::max_shared_bytes(out);
+  if (inputs.rotation() != nullptr) {
+    const auto launch = out.scalar_type() == at::kHalf ? launch_ssd_rotated_fwd<__half> : launch_ssd_rotated_fwd<__nv_bfloat16>;
+    C10_CUDA_CHECK(launch(call.params, call.schedule, max_shared_bytes, stream));
+    return;
+  }
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(out.scalar_type()), [&](auto scalar) {
     const auto launch = [&](const auto& params) {
       return launch_ssd_fwd<decltype(scalar)>(params, call.schedule, call.products, max_shared_bytes, stream);
     };
-    if (call.has_diagonal_gain) return launch(call.params);
+    if (call.has_diagonal_gain) return launch(static_cast<const SsdDiagonalFwdParams&>(call.params));
     return call.has_given_gates ? launch(static_cast<const SsdLogFwdParams&>(call.params))
                                 : launch(static_cast<const SsdFwdParams&>(call.params));
   }));

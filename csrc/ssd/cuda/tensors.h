@@ -78,6 +78,7 @@ class KernelInputs {
   bool has_given_gates() const { return log_decay_.defined(); }
   bool has_diagonal_gain() const { return diagonal_gain_.defined(); }
   at::ScalarType dtype_of_given_gates() const { return log_decay_.scalar_type(); }
+  const Rotation* rotation() const { return in_.rotation; }
   WorkPartition partition() const;
   bool is_reverse() const { return in_.reverse; }
 
