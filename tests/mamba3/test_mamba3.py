@@ -66,6 +66,8 @@ def test_sizes(sizes, way, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["everything", "norm_and_z", "packed_with_states", "ranks"])
 def test_dtypes(name, dtype, way, device):
+    if name == "ranks" and device == "cuda" and dtype != torch.float32:
+        pytest.skip("forward rounds k and q: test_mamba3_ranks_cuda.py has the bounds")
     with way():
         MAMBA3.assert_matches_reference(
             make_inputs(seqlen=70, headdim=8, dstate=8, dtype=dtype, device=device, **OPTIONS[name])

@@ -119,21 +119,6 @@ struct Transition {
       x[i + 1] = second;
     }
   }
-  // x becomes T^T x.
-  __device__ __forceinline__ void multiply_transposed(float (&x)[kStates]) const {
-#pragma unroll
-    for (int k = kStates - 2; k >= 0; k -= 2) {
-      float first = T[k + 1][k] * x[k + 1], second = T[k + 1][k + 1] * x[k + 1];
-#pragma unroll
-      for (int i = k; i >= 0; --i) {
-        first = Math<float>::fma(T[i][k], x[i], first);
-        second = Math<float>::fma(T[i][k + 1], x[i], second);
-      }
-      x[k] = first;
-      x[k + 1] = second;
-    }
-  }
-
   // b becomes the solution of (I - c T) x = b, or of the transposed system.
   template <bool kTransposed>
   __device__ __forceinline__ void solve(float c, float (&b)[kStates]) const {
