@@ -291,6 +291,7 @@ bool rotates_in_scan(const Inputs& in) {
   scan.x = in.x;
   scan.B = in.B;
   scan.C = in.C;
+  scan.z = in.z;
   scan.seq_idx = in.seq_idx;
   scan.cu_seqlens = in.cu_seqlens;
   return ssd::takes_rotation(scan, in.angles.size(-1));

@@ -184,12 +184,22 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false, has_diagonal_gain);
 }
 
+// Whether TMA tiles can be described, once rows begin at multiples of 16 bytes. An expanded axis has no step from one entry to
+// the next; the step from a head to the next is the length of a row if there is one head.
+static bool has_tiles(const at::Tensor& rows) {
+  for (int64_t axis = 0; axis < 3; ++axis) {
+    if (rows.size(axis) > 1 && rows.stride(axis) == 0) return false;
+  }
+  return rows.size(2) > 1 || rows.size(3) * rows.element_size() % 16 == 0;
+}
+
 bool takes_rotation(const Inputs& in, int64_t angles) {
   const int64_t dstate = in.B.size(3);
   if (!in.x.is_cuda() || in.x.element_size() != 2 || !use_wgmma(in.x, in.reverse)) return false;
   if (max_shared_bytes(in.x) < kSm90SharedBytes) return false;
   if ((dstate != 64 && dstate != 128) || angles % 4 != 0 || is_present(in.seq_idx) || is_present(in.cu_seqlens)) return false;
   if (in.x.numel() == 0 || in.x.size(1) > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (!has_tiles(in.x) || (is_present(in.z) && !has_tiles(*in.z))) return false;
   const WorkPartition partition =
       partition_work({in.x.size(0), in.x.size(1), in.x.size(2), in.B.size(2), in.x.size(3), dstate});
   const int64_t multiprocessors = cuda::multiprocessor_count(in.x.device().index());
