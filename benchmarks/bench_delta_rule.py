@@ -13,7 +13,6 @@ the CPU's matmuls in float64. Exits with 1 if a result of ours is wrong; a misse
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -178,7 +177,7 @@ class DeltaCase(OperatorCase):
         return super().compared(contender) if contender.inputs["q"].shape[1] == self.seqlen else {}
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
-        is_beside_peers = run.device.type == "cuda" and not getattr(run.options, "without_peers", False)
+        is_beside_peers = run.device.type == "cuda" and not run.without_peers
         found = super().others(ours, run) if is_beside_peers else {}
         if self.householder > 1:
             long = replace(self, rule=GATED, seqlen=self.householder * self.seqlen, householder=1)
@@ -276,15 +275,10 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    without_peers = getattr(run.options, "without_peers", False)
-    if run.device.type == "cuda" and not without_peers:
+    if run.device.type == "cuda" and not run.without_peers:
         triton_kernels.tune(once=False)
-    found = None if without_peers else peers.delta_rule(GATED)
+    found = None if run.without_peers else peers.delta_rule(GATED)
     return {"settings": {"compared": "the last key head of the last row"}, "peer": peers.described_of_fla(found)}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without_peers", action="store_true", help="ours alone")
 
 
 BENCHMARK = Benchmark(
@@ -293,8 +287,8 @@ BENCHMARK = Benchmark(
     tables,
     figures,
     context=context,
-    add_options=add_options,
     appends=True,
+    leaves_out_peers=True,
     triton_call=lambda case, device: case.triton_call(device),
     triton_seconds=TRITON_SECONDS,
 )

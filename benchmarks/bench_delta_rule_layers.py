@@ -11,7 +11,6 @@ missed bar is only reported. Triton compiles and tunes the peer's kernels for mi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -36,15 +35,10 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    without_peers = getattr(run.options, "without_peers", False)
-    if run.device.type == "cuda" and not without_peers:
+    if run.device.type == "cuda" and not run.without_peers:
         triton_kernels.tune(once=False)
-    found = None if without_peers else peers.layer_of_fla("GatedDeltaNet")
+    found = None if run.without_peers else peers.layer_of_fla("GatedDeltaNet")
     return {"peer": peers.described_of_fla(found)}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without_peers", action="store_true", help="ours alone")
 
 
 BENCHMARK = Benchmark(
@@ -54,8 +48,8 @@ BENCHMARK = Benchmark(
     figures,
     cache_writes=1,
     context=context,
-    add_options=add_options,
     appends=True,
+    leaves_out_peers=True,
     triton_call=lambda case, device: case.triton_call(device),
     triton_seconds=TRITON_SECONDS,
 )

@@ -13,7 +13,6 @@ CPU in float64. Exits with 1 if a result of ours is wrong; a missed bar is only 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -157,7 +156,7 @@ class Mamba3Case(OperatorCase):
         theirs.results()
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
-        is_alone = run.device.type != "cuda" or getattr(run.options, "without_peers", False)
+        is_alone = run.device.type != "cuda" or run.without_peers
         theirs = None if is_alone else self.peer_contender(ours)
         return {} if theirs is None else {PEER: theirs}
 
@@ -211,12 +210,8 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    found = None if getattr(run.options, "without_peers", False) else peers.mamba3_scan()
+    found = None if run.without_peers else peers.mamba3_scan()
     return {"settings": {"compared": "the last head of the last row"}, "peer": peers.described(found)}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without_peers", action="store_true", help="ours alone")
 
 
 BENCHMARK = Benchmark(
@@ -225,8 +220,8 @@ BENCHMARK = Benchmark(
     tables,
     figures,
     context=context,
-    add_options=add_options,
     appends=True,
+    leaves_out_peers=True,
     triton_call=lambda case, device: case.triton_call(device),
 )
 

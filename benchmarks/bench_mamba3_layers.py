@@ -10,7 +10,6 @@ only reported.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -33,13 +32,8 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    is_alone = getattr(run.options, "without_peers", False)
-    found = None if is_alone else peers.layers().get("Mamba3")
+    found = None if run.without_peers else peers.layers().get("Mamba3")
     return {"peer": peers.described(found) if found else "not installed"}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without_peers", action="store_true", help="ours alone")
 
 
 BENCHMARK = Benchmark(
@@ -49,8 +43,8 @@ BENCHMARK = Benchmark(
     figures,
     cache_writes=1,
     context=context,
-    add_options=add_options,
     appends=True,
+    leaves_out_peers=True,
     triton_call=lambda case, device: case.triton_call(device),
 )
 

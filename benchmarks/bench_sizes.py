@@ -73,7 +73,7 @@ def row_of(case: SizeCase, turns: Turns) -> dict[str, Any]:
     row["wrong"] = [name for name, error in row["different_bits"].items() if not error <= WRONG[row["dtype"]]]
     watch.lap("tensors and bits")
     for who, make in makers.items():
-        if who == PEER and getattr(run.options, "without_peers", False):
+        if who == PEER and run.without_peers:
             continue
         row[who] = {"recorded": False, "unsupported": None}
         try:
@@ -303,7 +303,6 @@ def context(run: Run) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=part, metavar="I/N", help="the I-th of N parts of the sweep")
-    parser.add_argument("--without_peers", action="store_true", help="ours alone")
 
 
 BENCHMARK = Benchmark(
@@ -317,6 +316,7 @@ BENCHMARK = Benchmark(
     context=context,
     add_options=add_options,
     appends=True,
+    leaves_out_peers=True,
     triton_call=triton_call,
     tunes_once=True,
 )

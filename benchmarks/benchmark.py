@@ -48,6 +48,11 @@ class Run:
     cache_writes: int = 8
     recorded: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def without_peers(self) -> bool:
+        """Whether ours alone is measured."""
+        return getattr(self.options, "without_peers", False)
+
     def sets(self, make: Callable[[int], Any], nbytes: int, most: int = 2**20) -> list[Any]:
         """Sets of inputs that the second-level cache does not hold."""
         return sets_beyond_cache(make, nbytes, self.device, most)
@@ -324,6 +329,7 @@ class Benchmark:
         required: the options, by name, that make a missed bar an error, each with the rows that it holds, a prefix.
         trials_option: the name of the option that sets ``trials``.
         appends: has the option ``--append``, with which a run adds its rows to those of an earlier one.
+        leaves_out_peers: has the option ``--without_peers``, with which ours alone is measured.
         triton_call: as :meth:`Case.triton_call`, for cases with Triton kernels, which are compiled before anything is measured.
         triton_seconds: the seconds that this may take, and the part of them for the configurations that are tuned.
         tunes_once: Triton's kernels keep the configuration of the first size.
@@ -344,6 +350,7 @@ class Benchmark:
     required: Mapping[str, str] = field(default_factory=dict)
     trials_option: str = "--trials"
     appends: bool = False
+    leaves_out_peers: bool = False
     triton_call: Callable[[Any, torch.device], Callable[[], Any] | None] | None = None
     triton_seconds: tuple[float, float] = (60.0, 40.0)
     tunes_once: bool = False
@@ -368,6 +375,8 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     if benchmark.appends:
         parser.add_argument("--append", action="store_true", help="keep the rows of FILE that this run does not measure")
+    if benchmark.leaves_out_peers:
+        parser.add_argument("--without_peers", action="store_true", help="ours alone")
     for option, rows in benchmark.required.items():
         words = f"fail if a bar of {rows.rstrip('/') or 'any row'} is missed; RATIO replaces that of bars.json"
         parser.add_argument(f"--{option}", type=float, nargs="?", const=0.0, metavar="RATIO", help=words)
@@ -452,7 +461,7 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
 def compile_ahead(benchmark: Benchmark, run: Run, cases: Sequence[Any], arguments: Sequence[str] | None) -> None:
     """Compiles the Triton kernels of the cases in several processes, of which this may be one."""
     find, share = benchmark.triton_call, getattr(run.options, "compile_share", None)
-    if find is None or run.device.type != "cuda" or getattr(run.options, "without_peers", False):
+    if find is None or run.device.type != "cuda" or run.without_peers:
         return
 
     def calls() -> Iterable[tuple[str, Callable[[], Any]]]:

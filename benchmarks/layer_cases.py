@@ -161,7 +161,7 @@ class LayerCase(PairedCase):
 
     def contest(self, run: Run) -> Contest:
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16, **self.options)
-        if getattr(run.options, "without_peers", False):
+        if run.without_peers:
             layers = {"ours": layers["ours"]}
         if self.recompute is not None:
             layers = {"ours": layers["ours"]}

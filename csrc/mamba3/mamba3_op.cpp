@@ -31,6 +31,7 @@
 
 #include "common/limits.h"
 #include "mamba3/rotation.h"
+#include "mamba3/scan.h"
 #include "norm/norm_call.h"
 #include "ssd/two_sample_op.h"
 #include "torch/allocation.h"
@@ -82,7 +83,6 @@ constexpr char kOp[] = "mamba3_chunk_scan";
 constexpr char kSequence[] = "(batch, seqlen, heads, headdim)";
 constexpr char kSteps[] = "(batch, seqlen, heads)";
 constexpr char kMatrix[] = "(batch, seqlen, groups, dstate)", kRankedMatrix[] = "(batch, seqlen, ranks, groups, dstate)";
-constexpr Discretization kRule = Discretization::kExpTrapezoidal;
 
 using Shape = std::vector<c10::SymInt>;
 
@@ -213,108 +213,6 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   return grads;
 }
 
-// Factors of ranks, and k of states, (..., heads, ranks, ...), with the ranks first.
-at::Tensor ranks_first(const at::Tensor& tensor, int64_t axis) { return tensor.transpose(axis, axis + 1); }
-
-// v of the sample before the sequences, (sequences, ranks, heads, headdim).
-at::Tensor inputs_before(const Inputs& in) {
-  const at::Tensor x = in.initial_x->to(in.wide()).unsqueeze(1);
-  return is_present(in.mimo_x) ? x * ranks_first(*in.mimo_x, 0) : x.expand({-1, in.ranks(), -1, -1});
-}
-
-ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight, in.norm_eps}; }
-
-enum class Pass { kForward, kBackward };
-
-// The type of the scan's sequences, k and q included. On CUDA the forward of a call with ranks has that of x: fp16 and bf16
-// have wgmma kernels. Backward is wide, because the gradients of angles and dt are small sums of large terms of k and q.
-at::ScalarType scan_dtype(const Inputs& in, Pass pass) {
-  const bool is_narrow = in.x.is_cuda() && in.has_ranks() && pass == Pass::kForward;
-  return is_narrow ? in.x.scalar_type() : in.wide();
-}
-
-Rotation rotate_for_scan(const Inputs& in, Pass pass) {
-  return rotates_by_cuda_kernels(in) ? rotate_cuda(in, scan_dtype(in, pass)) : rotate(in);
-}
-
-// The scan without x, z and the rows: gates, D, states and sequences.
-ssd::TwoSampleInputs gates_of_scan(const Inputs& in) {
-  ssd::TwoSampleInputs scan;
-  scan.dt = in.dt.to(in.wide());
-  scan.A = in.A.to(in.wide());
-  scan.D = in.D;
-  scan.initial_states = in.initial_ssm;
-  scan.lam = in.trap.to(in.wide());
-  scan.seq_idx = in.seq_idx;
-  scan.cu_seqlens = in.cu_seqlens;
-  scan.are_cu_seqlens_checked = true;
-  scan.discretization = "exp_trapezoidal";
-  scan.lam_sigmoid = true;
-  scan.chunk_size = in.chunk_size;
-  scan.premultiplied = in.premultiplied;
-  const DtLimit limits = parse_dt_limit(kOp, std::nullopt);
-  scan.dt_min = limits[0];
-  scan.dt_max = limits[1];
-  return scan;
-}
-
-// The scan that follows the rotation. `ranks` outlives it.
-ssd::TwoSampleInputs scan_of(const Inputs& in, const Rotation& rotation, const ssd::Ranks& ranks, Pass pass) {
-  const at::ScalarType dtype = scan_dtype(in, pass);
-  const auto cast = [&](const OptionalTensor& tensor) {
-    return is_present(tensor) ? OptionalTensor(tensor->to(dtype)) : OptionalTensor();
-  };
-  ssd::TwoSampleInputs scan = gates_of_scan(in);
-  scan.x = in.x.to(dtype);
-  scan.B = rotation.k.to(dtype);
-  scan.C = rotation.q.to(dtype);
-  scan.z = cast(in.z);
-  if (in.has_ranks()) {
-    scan.ranks = &ranks;
-    if (is_present(in.initial_x)) {
-      scan.previous_x = inputs_before(in);
-      scan.previous_B = ranks_first(*in.initial_k, 1);
-    }
-  } else {
-    scan.previous_x = cast(in.initial_x);
-    scan.previous_B = in.initial_k;
-  }
-  return scan;
-}
-
-#ifdef SSM_KERNELS_WITH_CUDA
-
-// Whether the scan's kernel rotates (ssd/cuda/row_rotator.cuh).
-bool rotates_in_scan(const Inputs& in) {
-  if (!in.x.is_cuda() || in.has_ranks() || in.wide_out || in.angles.size(-1) == 0) return false;
-  ssd::Inputs scan;
-  scan.x = in.x;
-  scan.B = in.B;
-  scan.C = in.C;
-  scan.z = in.z;
-  scan.seq_idx = in.seq_idx;
-  scan.cu_seqlens = in.cu_seqlens;
-  return ssd::takes_rotation(scan, in.angles.size(-1));
-}
-
-Outputs rotating_scan(const Inputs& in) {
-  const Rotation phases = phases_cuda(in, in.x.scalar_type());
-  const ssd::Rotation rotation = {phases.starts, in.angles,          in.dt,         in.B_bias, in.C_bias,
-                                  in.is_pairs(), phases.final_angle, phases.final_k};
-  ssd::TwoSampleInputs scan = gates_of_scan(in);
-  scan.x = in.x;
-  scan.B = in.B;
-  scan.C = in.C;
-  scan.z = in.z;
-  scan.previous_x = in.initial_x;
-  scan.previous_B = in.initial_k;
-  scan.rotation = &rotation;
-  const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
-  return {found.out, phases.final_angle, found.final_states, phases.final_k, ssd::last_steps(scan, in.x, in.initial_x)};
-}
-
-#endif
-
 bool has_no_steps(const Inputs& in) { return in.x.size(1) == 0 || in.x.size(2) == 0; }
 
 // A scan without steps, or without heads, returns the states that it got.
@@ -357,9 +255,7 @@ Outputs mamba3_fwd(const Inputs& in) {
   TORCH_INTERNAL_ASSERT(in.has_ranks() || !is_present(in.norm_weight), "the public operator norms a scan without ranks");
   check_values(in, /*is_backward=*/false);
   if (has_no_steps(in)) return without_steps(in, allocate_fwd(in));
-#ifdef SSM_KERNELS_WITH_CUDA
   if (rotates_in_scan(in)) return rotating_scan(in);
-#endif
   const Rotation rotation = rotate_for_scan(in, Pass::kForward);
   const ssd::Ranks ranks = ranks_of(in);
   const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks, Pass::kForward);
@@ -374,14 +270,6 @@ Outputs mamba3_fwd(const Inputs& in) {
   at::Tensor(outputs.final_angle).copy_(rotation.phases * (2 * kPi));
   at::Tensor(outputs.final_k).copy_(last_k(in, scan, rotation.k));
   return {outputs.out, outputs.final_angle, found.final_states, outputs.final_k, outputs.final_x};
-}
-
-// Which sequences have steps, as a factor of a tensor like `state`.
-at::Tensor have_steps(const Inputs& in, const at::Tensor& state) {
-  const at::Tensor offsets = in.cu_seqlens->to(at::kLong);
-  std::vector<int64_t> shape(state.dim(), 1);
-  shape[0] = -1;
-  return offsets.slice(0, 1).gt(offsets.slice(0, 0, -1)).view(shape);
 }
 
 // Adds the gradient of last_steps() to that of the tensor that a sequence without steps takes.
@@ -486,8 +374,7 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   ask(ssd::kGradPreviousX, needs(kGradInitialX) || needs(kGradMimoX));
   ask(ssd::kGradPreviousB, needs(kGradInitialK));
   const ssd::TwoSampleGrads found = ssd::two_sample_scan_adjoint(of_scan, kRule);
-  const at::Tensor& grad_x = found[ssd::kGradX];
-  const at::Tensor grad_k = found[ssd::kGradB].to(in.wide()), grad_q = found[ssd::kGradC].to(in.wide());
+  const at::Tensor &grad_x = found[ssd::kGradX], &grad_k = found[ssd::kGradB], &grad_q = found[ssd::kGradC];
   at::Tensor grad_initial_x = found[ssd::kGradPreviousX], grad_initial_k = found[ssd::kGradPreviousB];
   if (in.has_ranks()) {
     if (grad_initial_x.numel() > 0) grad_initial_x = inputs_before_adjoint(in, grad_initial_x, rank_grads.x);

@@ -19,6 +19,7 @@
 #include "common/integers.h"
 #include "cuda/scalar_types.h"
 #include "mamba3/rotation.h"
+#include "mamba3/scan.h"
 #include "torch/allocation.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -221,7 +222,7 @@ void rotate_adjoint_cuda(const Inputs& in, const Rotation& rotation, const Rotat
   }
   KernelCall<UnrotateParams> call(in, rotation);
   UnrotateParams& params = call.params;
-  const at::Tensor grad_k = given.k.to(rotation.dtype).contiguous(), grad_q = given.q.to(rotation.dtype).contiguous();
+  const at::Tensor grad_k = given.k.contiguous(), grad_q = given.q.contiguous();
   call.is_aligned = call.is_aligned && !begins_between_vectors(grad_k) && !begins_between_vectors(grad_q);
   params.k = const_cast<void*>(grad_k.const_data_ptr());
   params.q = const_cast<void*>(grad_q.const_data_ptr());
@@ -294,9 +295,7 @@ void rotate_adjoint_cuda(const Inputs& in, const Rotation& rotation, const Rotat
   if (!needs(kGradInitialAngle)) return;
   at::Tensor initial = ranks == 1 ? sums[0] : sums.sum(0);
   if (is_present(in.cu_seqlens) && is_present(given.final_angle)) {
-    const at::Tensor offsets = in.cu_seqlens->to(at::kLong);
-    const at::Tensor has_steps = offsets.slice(0, 1).gt(offsets.slice(0, 0, -1)).view({-1, 1, 1});
-    initial = at::where(has_steps, initial, *given.final_angle);
+    initial = at::where(have_steps(in, initial), initial, *given.final_angle);
   }
   grads[kGradInitialAngle].copy_(initial);
 }

@@ -25,7 +25,7 @@ struct GateView {
   ScalarKind kind = ScalarKind::kFloat;
 };
 
-// What all kernels of a call have in common.
+// Parameters of all kernels of a call.
 struct PhaseParams {
   int64_t batch = 0, seqlen = 0, chunks = 0, heads = 0, angles = 0, sequences = 0;
   GateView sizes, rates;  // dt, and the angles before tanh

@@ -273,7 +273,7 @@ struct StateTile {
     }
   }
 
-  // Times the decay; zero where there is no column.
+  // Loads the states times the decay. Columns that the row does not have are zero.
   __device__ __forceinline__ void load(float decay, float (&states)[kLaneRows][kLaneColumns]) const {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {

@@ -1,4 +1,4 @@
-// What the kernels of the backward of complex states share.
+// The plan and the sums over lanes of both backward kernels of complex states.
 #pragma once
 
 #include "selective_scan/cuda/complex_scan.cuh"

@@ -146,8 +146,8 @@ struct ChunkBackward : ChunkBlock<Scalar, Rule> {
     }
     __device__ __forceinline__ float operator[](int t) const { return values[t]; }
   };
-  // What one of the thread's channels has in a group. `input`: delta u, or u for two samples, whose sample before the group is
-  // `before`.
+  // The inputs of one of the thread's channels in a group. `input`: delta u, or u for two samples, whose sample before the
+  // group is `before`.
   struct Inputs {
     Steps delta, input, lam;
     float before;

@@ -130,11 +130,9 @@ cudaError_t launch_ssd_rotated_fwd(const SsdRotatedFwdParams& params, const Sche
   const auto launch = [&](auto columns) {
     constexpr int kColumns = decltype(columns)::value;
     if (params.rotation.is_pairs && 4 * params.rotation.angles_count <= kColumns) {
-      return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 1, true>>(params, schedule, available,
-                                                                                               stream);
+      return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 1>>(params, schedule, available, stream);
     }
-    return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 2, true>>(params, schedule, available,
-                                                                                             stream);
+    return launch_ssd_fwd_kernel<Scalar, kColumns, Sm90Wgmma, RotatedGates<Scalar, 2>>(params, schedule, available, stream);
   };
   if (params.dstate == 64) return launch(std::integral_constant<int, 64>());
   return params.dstate == 128 ? launch(std::integral_constant<int, 128>()) : cudaErrorInvalidValue;

@@ -41,7 +41,7 @@ struct Sm90Shared {
     SmemTile<kChunk> rounded, lo;
   } bmm[kWarpgroups];  // M^T
   SmemTile<kStateRows> out[Layout::kRowBlocks];
-  std::conditional_t<kRotatesRows<Gates>, RotatedShared<dstate, kRotatesLo<Gates>>, Empty> rotated;
+  std::conditional_t<kRotatesRows<Gates>, RotatedShared<dstate>, Empty> rotated;
   typename Layout::PartialOut partial_out;
   Tables tables[kMaxStages][kWarpgroups];
   Mbarrier full[kMaxStages], empty[kMaxStages];
@@ -74,7 +74,7 @@ struct FwdSm90 {
   static constexpr int kStateGroups = Layout::kColumns / 16;
   using Order = FromBothEnds;  // of the steps, down the rows of B, x and M^T
   using Epilogue = TmaEpilogue<Scalar, Order, SkipAndGate, Params>;
-  using RotatedRows = std::conditional_t<kRotates, ssd::RotatedRows<dstate, kRotatesLo<Gates>>, NoRotatedRows>;
+  using RotatedRows = std::conditional_t<kRotates, ssd::RotatedRows<dstate>, NoRotatedRows>;
   static constexpr int kConsumerRegisters =
       dstate > 64 ? (kRotates ? 200 : 208) : (kRotates ? 176 : 192);  // of a thread, after setmaxnreg
   static constexpr int kProducerRegisters = cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kWarpgroupThreads>();
@@ -205,12 +205,10 @@ struct FwdSm90 {
                                                  [&](int chunk, int stage_index) {
                                                    Stage& target = stage(stage_index);
                                                    const int steps = at.steps_of(chunk);
-                                                   if constexpr (!kRotates) {
 #pragma unroll
-                                                     for (int index = 0; index < Layout::kColumnBlocks; ++index) {
-                                                       copy_B[index].copy(target.B[index], steps, p.B.stride_step);
-                                                       copy_C[index].copy(target.C[index], steps, p.C.stride_step);
-                                                     }
+                                                   for (int index = 0; index < Layout::kColumnBlocks; ++index) {
+                                                     copy_B[index].copy(target.B[index], steps, p.B.stride_step);
+                                                     copy_C[index].copy(target.C[index], steps, p.C.stride_step);
                                                    }
 #pragma unroll
                                                    for (int index = 0; index < Layout::kRowBlocks; ++index) {
@@ -274,7 +272,7 @@ struct FwdSm90 {
       for (int k = 0; k < kStateGroups; ++k) {
         cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
       }
-      if constexpr (kRotatesLo<Gates>) {
+      if constexpr (kRotates) {
         const uint64_t k_lo = make_operand(rotated.slot().lo.k), q_lo = make_operand(rotated.slot().lo.q);
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {

@@ -24,11 +24,10 @@ namespace ssm_kernels::ssd {
 
 // Given gates with a gain on the diagonal, of a kernel that rotates B and C. angle_sets: 1 for pairs and at most dstate / 4
 // angles, else 2.
-template <typename Scalar, int angle_sets, bool has_lo>
+template <typename Scalar, int angle_sets>
 struct RotatedGates : DiagonalGates<Scalar> {
   using FwdParams = SsdRotatedFwdParams;
   static constexpr int kAngleSets = angle_sets;
-  static constexpr bool kHasLo = has_lo;
 
   using DiagonalGates<Scalar>::DiagonalGates;
 };
@@ -37,21 +36,15 @@ constexpr bool kRotatesRows = false;
 template <typename Gates>
 constexpr bool kRotatesRows<Gates, std::void_t<decltype(Gates::kAngleSets)>> = true;
 
-// Whether k and q have low parts, of a hi/lo split, for the products of k and q of a chunk.
-template <typename Gates, bool = kRotatesRows<Gates>>
-constexpr bool kRotatesLo = false;
-template <typename Gates>
-constexpr bool kRotatesLo<Gates, true> = Gates::kHasLo;
-
-template <int dstate, bool has_lo>
+template <int dstate>
 struct RotatedShared {
-  static constexpr int kSlots = (dstate > 64 ? 3 : 4) - (has_lo ? 1 : 0);
+  static constexpr int kSlots = dstate > 64 ? 2 : 3;
   static constexpr int kColumns = dstate / 16;  // vectors of half a row
   struct Tiles {
     SmemTile<dstate> k, q;
   };
   struct Slot : Tiles {
-    std::conditional_t<has_lo, Tiles, Empty> lo;
+    Tiles lo;  // what rounding k and q left, for their products in a chunk
   };
   Slot slots[kSlots];
   float4 totals[2][kWarpgroupWarps][2][kColumns];  // of the phases over a warp's steps, for every second slot
@@ -66,10 +59,10 @@ struct RotatedShared {
 };
 
 // A consumer warpgroup's place in the ring of slots.
-template <int dstate, bool has_lo>
+template <int dstate>
 class RotatedRows {
  public:
-  using Shared = RotatedShared<dstate, has_lo>;
+  using Shared = RotatedShared<dstate>;
 
   __device__ __forceinline__ RotatedRows(Shared& shared, int index) : shared_(shared) { at_.stage = index; }
   __device__ __forceinline__ void wait() { shared_.full[at_.stage].wait(at_.phase); }
@@ -122,7 +115,7 @@ class RowRotator {
  public:
   using Scalar = typename Gates::Scalar;
   using Params = typename Gates::FwdParams;
-  using Shared = RotatedShared<dstate, Gates::kHasLo>;
+  using Shared = RotatedShared<dstate>;
 
   __device__ __forceinline__ RowRotator(const Params& p, Shared& shared) : p_(p), shared_(shared) {
     const int thread = cuda::opaque(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
@@ -367,11 +360,9 @@ class RowRotator {
     const uint4 hi = {cuda::pack<Scalar>(values[0], values[1]), cuda::pack<Scalar>(values[2], values[3]),
                       cuda::pack<Scalar>(values[4], values[5]), cuda::pack<Scalar>(values[6], values[7])};
     *target = hi;
-    if constexpr (Gates::kHasLo) {
-      constexpr int kVectors = sizeof(typename Shared::Tiles) / sizeof(uint4);
-      target[kVectors] = {cuda::pack_lo<Scalar>(values[0], values[1], hi.x), cuda::pack_lo<Scalar>(values[2], values[3], hi.y),
-                          cuda::pack_lo<Scalar>(values[4], values[5], hi.z), cuda::pack_lo<Scalar>(values[6], values[7], hi.w)};
-    }
+    constexpr int kVectors = sizeof(typename Shared::Tiles) / sizeof(uint4);
+    target[kVectors] = {cuda::pack_lo<Scalar>(values[0], values[1], hi.x), cuda::pack_lo<Scalar>(values[2], values[3], hi.y),
+                        cuda::pack_lo<Scalar>(values[4], values[5], hi.z), cuda::pack_lo<Scalar>(values[6], values[7], hi.w)};
   }
 
   // Rotates k and q of the thread's r-th step in their slot.
