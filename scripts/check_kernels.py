@@ -81,7 +81,7 @@ ALLOWED_SPILLS = {
     re.compile(r"selective_scan::complex_scan::complex_chunk_bwd_kernel<\w+, .*>@"): 4000,
     re.compile(r"selective_scan::complex_scan::complex_scan_fwd_kernel<\w+, true>@"): 120,
     re.compile(r"mamba3::step::mamba3_step_kernel<\w+, \w+, (true|false)>@"): 160,
-    re.compile(r"mamba3::unrotate_kernel<\w+, (true|false)>@"): 1000,
+    re.compile(r"mamba3::unrotate_kernel<\w+, (true|false)>@"): 400,
     re.compile(r"linear_scan::linear_scan_fwd_kernel<.*, 2>@"): 128,
     re.compile(r"norm::norm_rms_\w+<.*true>@sm_90a"): 80,
     re.compile(r"norm::norm_rms_\w+<.*true>@(?!sm_90a)"): 208,

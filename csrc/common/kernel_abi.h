@@ -24,6 +24,6 @@ namespace ssm_kernels {
 // The number of the boundary. Raise it with every change of a function that crosses the boundary, of the fields of its structs,
 // of an enumeration without a table, or of a constant by which both sides compute, such as a tile's steps. kernel_libraries.h
 // adds the rows of SSM_DISCRETIZATIONS and SSM_RECURRENCES to it.
-constexpr int kKernelAbi = 39;
+constexpr int kKernelAbi = 40;
 
 }  // namespace ssm_kernels

@@ -6,7 +6,8 @@
 // and phases begin anew, with zero or a sequence's initial phases, before steps that `resets` names. Memory has the phases
 // before the first step of each chunk of kPhaseChunk steps, and whoever needs those of a step sums from there (RunningPhase).
 //
-// 1. phase_sums_kernel: a block has a chunk, a thread a phase of one head at a time. It writes the chunk's sum in float64.
+// 1. phase_sums_kernel: a block has a chunk, and the sizes of kSumHeads heads at a time in shared memory; a thread has a phase
+//    of one head at a time. It writes the chunk's sum in float64.
 // 2. phase_scan_kernel: a block has 32 phases of a row of the batch, a warp a run of its chunks, a lane one phase. The warps
 //    sum their runs, then each begins with the sum of those before it and writes the phases at its chunks' first steps.
 //
@@ -21,7 +22,7 @@
 
 namespace ssm_kernels::mamba3 {
 
-constexpr int kPhaseThreads = 256, kScanWarps = 16, kScanThreads = kScanWarps * cuda::kWarpSize;
+constexpr int kPhaseThreads = 256, kSumHeads = 32, kScanWarps = 16, kScanThreads = kScanWarps * cuda::kWarpSize;
 constexpr double kTurn = 6.283185307179586;
 
 __device__ __forceinline__ float load_gate(const GateView& view, int64_t offset) {
@@ -75,6 +76,17 @@ struct RunningPhase {
   __device__ __forceinline__ float turns() const { return high + low; }
 };
 
+// The rotation by a phase from -1/2 to 1/2 turns. Rows of 16 bits take the fast functions, whose error of 4e-7 is far below
+// their rounding.
+template <typename Scalar>
+__device__ __forceinline__ void rotation_of(float turns, float& cosine, float& sine) {
+  if constexpr (sizeof(Scalar) == 2) {
+    __sincosf(static_cast<float>(kTurn) * turns, &sine, &cosine);
+  } else {
+    sincospif(2 * turns, &sine, &cosine);
+  }
+}
+
 // A phase of a sequence before its first step, or zero at a reset within one.
 __device__ __forceinline__ double initial_turns(const PhaseParams& p, int64_t sequence, int64_t phase) {
   if (p.initial == nullptr || sequence < 0) return 0;
@@ -119,23 +131,37 @@ __global__ void __launch_bounds__(kPhaseThreads) phase_sums_kernel(const __grid_
       p.initial_turns[i] = static_cast<float>(initial_turns(p, i / (p.heads * p.angles), i % (p.heads * p.angles)));
     }
   }
-  for (int64_t phase = threadIdx.x; phase < p.heads * p.angles; phase += kPhaseThreads) {
-    const int64_t head = phase / p.angles, angle = phase % p.angles;
-    double sum = 0;
-#pragma unroll 4
-    for (int s = 0; s < steps; ++s) {
-      const int reset = reset_at(p, row, first + s);
-      if (begins_anew(reset)) sum = initial_turns(p, reset, phase);
-      double rate;
-      if constexpr (has_angles_of_heads) {
-        rate = tanh(double(load_gate(p.rates, gate_offset(p.rates, row, first + s, head, angle))));
-        p.rates_of_heads[(row * p.seqlen + first + s) * p.heads * p.angles + phase] = static_cast<float>(rate);
-      } else {
-        rate = rates_of_chunk[s * angles + angle];
-      }
-      sum = fma(rate, 0.5 * double(load_gate(p.sizes, gate_offset(p.sizes, row, first + s, head))), sum);
+  constexpr int kUnrolled = has_angles_of_heads ? 2 : 4;
+  __shared__ float half_sizes[kPhaseChunk][kSumHeads];
+  __shared__ int resets[kPhaseChunk];
+  for (int s = threadIdx.x; s < steps; s += kPhaseThreads) resets[s] = reset_at(p, row, first + s);
+  for (int64_t first_head = 0; first_head < p.heads; first_head += kSumHeads) {
+    const int heads = static_cast<int>(min(int64_t(kSumHeads), p.heads - first_head));
+    __syncthreads();
+    for (int i = threadIdx.x; i < steps * kSumHeads; i += kPhaseThreads) {
+      const int s = i / kSumHeads, head = i % kSumHeads;
+      if (head < heads)
+        half_sizes[s][head] = 0.5f * load_gate(p.sizes, gate_offset(p.sizes, row, first + s, first_head + head));
     }
-    p.sums[blockIdx.x * p.heads * p.angles + phase] = sum - rint(sum);
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads * angles; i += kPhaseThreads) {
+      const int head = i / angles, angle = i % angles;
+      const int64_t phase = first_head * angles + i;
+      double sum = 0;
+#pragma unroll kUnrolled
+      for (int s = 0; s < steps; ++s) {
+        if (begins_anew(resets[s])) sum = initial_turns(p, resets[s], phase);
+        double rate;
+        if constexpr (has_angles_of_heads) {
+          rate = tanh(double(load_gate(p.rates, gate_offset(p.rates, row, first + s, first_head + head, angle))));
+          p.rates_of_heads[(row * p.seqlen + first + s) * p.heads * p.angles + phase] = static_cast<float>(rate);
+        } else {
+          rate = rates_of_chunk[s * angles + angle];
+        }
+        sum = fma(rate, double(half_sizes[s][head]), sum);
+      }
+      p.sums[blockIdx.x * p.heads * p.angles + phase] = sum - rint(sum);
+    }
   }
 }
 

@@ -117,25 +117,44 @@ __device__ __forceinline__ void rotate_pairs(PairValues& values, const float (&c
 // The rates of a chunk, and half of the sizes of kHeads heads, in shared memory: what a step adds in turns is their product.
 template <int kHeads>
 struct StepTable {
-  float rates[kPhaseChunk][kBlockPairs];
+  alignas(16) float rates[kPhaseChunk][kBlockPairs];
   float half_sizes[kPhaseChunk][kHeads];
 
-  // Rates of a block's pairs from `first_angle` on; those without an angle are zero. All threads of the block call it.
+  // Rates of a block's pairs from `first_angle` on; those without an angle or a step are zero. All threads of the block call
+  // it.
   __device__ __forceinline__ void load_rates(const PhaseParams& p, int64_t row, int64_t first_step, int steps,
                                              int64_t first_angle) {
     if (p.rates_of_heads != nullptr) return;
-    for (int i = threadIdx.x; i < steps * kBlockPairs; i += blockDim.x) {
-      const int64_t step = first_step + i / kBlockPairs, angle = first_angle + i % kBlockPairs;
-      rates[i / kBlockPairs][i % kBlockPairs] =
-          angle < p.angles ? tanhf(load_gate(p.rates, gate_offset(p.rates, row, step, 0, angle))) : 0.0f;
+    for (int i = threadIdx.x; i < kPhaseChunk * kBlockPairs; i += blockDim.x) {
+      const int step = i / kBlockPairs;
+      const int64_t angle = first_angle + i % kBlockPairs;
+      rates[step][i % kBlockPairs] = step < steps && angle < p.angles
+                                         ? tanhf(load_gate(p.rates, gate_offset(p.rates, row, first_step + step, 0, angle)))
+                                         : 0.0f;
     }
   }
   __device__ __forceinline__ void load_sizes(const PhaseParams& p, int64_t row, int64_t first_step, int steps,
                                              int64_t first_head, int heads) {
-    for (int i = threadIdx.x; i < steps * kHeads; i += blockDim.x) {
-      if (i % kHeads >= heads) continue;
-      const int64_t offset = gate_offset(p.sizes, row, first_step + i / kHeads, first_head + i % kHeads);
-      half_sizes[i / kHeads][i % kHeads] = 0.5f * load_gate(p.sizes, offset);
+    for (int i = threadIdx.x; i < kPhaseChunk * kHeads; i += blockDim.x) {
+      const int step = i / kHeads, head = i % kHeads;
+      if (head >= heads) continue;
+      half_sizes[step][head] =
+          step < steps ? 0.5f * load_gate(p.sizes, gate_offset(p.sizes, row, first_step + step, first_head + head)) : 0.0f;
+    }
+  }
+  // The rates of a lane's pairs.
+  __device__ __forceinline__ void rates_of_lane(const PhaseParams& p, int64_t row, int64_t first_step, int step, int steps,
+                                                int64_t head, int64_t first_angle, int lane,
+                                                float (&result)[kLanePairs]) const {
+    if (p.rates_of_heads == nullptr) {
+      const auto all = cuda::Vector<float, kLanePairs>::load(&rates[step][lane * kLanePairs]);
+#pragma unroll
+      for (int j = 0; j < kLanePairs; ++j) result[j] = all[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLanePairs; ++j) {
+        result[j] = step < steps ? rate(p, row, first_step, step, head, first_angle, lane * kLanePairs + j) : 0.0f;
+      }
     }
   }
   // The rate of pair `i` of the block.
@@ -215,7 +234,7 @@ __global__ void __launch_bounds__(kRotateThreads, kRotateBlocks) rotate_kernel(c
         phases[j].add(table.rate(p, row, first_step, s, head, first_angle, lane * kLanePairs + j) * half_size);
         // A pair without an angle has the rate 0, which an infinite size would make NaN.
         const float turns = pairs.first + j < p.angles ? phases[j].turns() : 0.0f;
-        sincospif(2 * turns, &sine[j], &cosine[j]);
+        rotation_of<Scalar>(turns, cosine[j], sine[j]);
       }
     }
 #pragma unroll

@@ -56,7 +56,7 @@ struct RotateParams : PhaseParams {
   float *final_angle = nullptr, *final_k = nullptr;  // (sequences, heads, angles), radians; (sequences, heads, ranks, dstate)
 };
 
-// The adjoint. k and q have the gradients of k and q, final_angle and final_k, or null, those of the states. A slab is
+// The adjoint. k and q have the gradients of k and q, fp32, final_angle and final_k, or null, those of the states. A slab is
 // kUnrotateHeads heads of one group.
 struct UnrotateParams : RotateParams {
   int64_t slabs = 0;  // of a group
