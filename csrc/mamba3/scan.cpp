@@ -41,8 +41,8 @@ at::Tensor ranks_first(const at::Tensor& tensor, int64_t axis) { return tensor.t
 ssd::Ranks ranks_of(const Inputs& in) { return {in.ranks(), in.mimo_x, in.mimo_z, in.mimo_out, in.norm_weight, in.norm_eps}; }
 
 at::ScalarType scan_dtype(const Inputs& in, Pass pass) {
-  const bool is_narrow = in.x.is_cuda() && in.has_ranks() && pass == Pass::kForward;
-  return is_narrow ? in.x.scalar_type() : in.wide();
+  const bool is_narrow = pass == Pass::kForward ? in.has_ranks() : !in.has_ranks() && !in.wide_out;
+  return is_narrow && in.x.is_cuda() ? in.x.scalar_type() : in.wide();
 }
 
 Rotation rotate_for_scan(const Inputs& in, Pass pass) {
@@ -99,7 +99,8 @@ Outputs rotating_scan(const Inputs& in) {
   scan.previous_B = in.initial_k;
   scan.rotation = &rotation;
   const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
-  return {found.out, phases.final_angle, found.final_states, phases.final_k, ssd::last_steps(scan, in.x, in.initial_x)};
+  const at::Tensor final_x = ssd::last_steps(scan, in.x, in.initial_x).contiguous();
+  return {found.out, phases.final_angle, found.final_states, phases.final_k, final_x};
 }
 
 #else

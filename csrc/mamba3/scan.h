@@ -15,8 +15,9 @@ constexpr Discretization kRule = Discretization::kExpTrapezoidal;
 
 enum class Pass { kForward, kBackward };
 
-// The type of the scan's sequences, k and q included. On CUDA the forward of a call with ranks has that of x: fp16 and bf16
-// have wgmma kernels. Backward is wide, because the gradients of angles and dt are small sums of large terms of k and q.
+// The type of the scan's sequences, k and q included. On CUDA the forward of a call with ranks has that of x, and the backward
+// of one without ranks, unless its output is wide: fp16 and bf16 have wgmma kernels. The gradients of k and q are wide, because
+// those of angles and dt are small sums of large terms of them.
 at::ScalarType scan_dtype(const Inputs& in, Pass pass);
 
 // k and q of that type.

@@ -137,7 +137,8 @@ struct BwdInputs {
   OptionalTensor grad_out, grad_final_states;
   Inputs in;
   NeedsGrad needs_grad = {};
-  // Memory for the gradients of sequences, such as columns of a wider tensor. Callers in C++ set it; no schema has it.
+  // Memory for the gradients of sequences, such as columns of a wider tensor; for those of B and C also of the accumulation
+  // type. Callers in C++ set it; no schema has it.
   std::array<OptionalTensor, kNumGrads> targets;
   // Memory for the inner product of each step's output, before D x and the gate, with its gradient: (batch, seqlen, heads),
   // fp32. For calls with given gates that writes_out_products() names.

@@ -114,6 +114,9 @@ TwoSampleGrads allocate_two_sample_bwd(const TwoSampleBwdInputs& bwd) {
   const TwoSampleInputs& in = bwd.in;
   BwdInputs of_scan{bwd.grad_out, bwd.grad_final_states, in.of_scan(), {}, {}, {}, {}};
   std::copy_n(bwd.needs_grad.begin(), kGradLam, of_scan.needs_grad.begin());
+  for (const Grad grad : {kGradB, kGradC}) {
+    if (bwd.wide_row_grads && bwd.needs_grad[grad]) of_scan.targets[grad] = empty_tensor(in.B.sym_sizes(), wide_options(in.x));
+  }
   GradTensors first = allocate_bwd(of_scan);
   TwoSampleGrads grads;
   std::move(first.begin(), first.begin() + kGradLam, grads.begin());

@@ -50,6 +50,8 @@ struct TwoSampleBwdInputs {
   TwoSampleInputs in;
   std::array<bool, kNumTwoSampleGrads> needs_grad = {};
   const RankGrads* rank_grads = nullptr;  // as BwdInputs::rank_grads
+  // Whether the gradients of B and C have the accumulation type. Callers in C++ set it; no schema has it.
+  bool wide_row_grads = false;
 
   auto grads() { return std::tie(grad_out, grad_final_states); }
   auto saved() { return std::tie(); }

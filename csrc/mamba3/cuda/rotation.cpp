@@ -223,6 +223,7 @@ void rotate_adjoint_cuda(const Inputs& in, const Rotation& rotation, const Rotat
   KernelCall<UnrotateParams> call(in, rotation);
   UnrotateParams& params = call.params;
   const at::Tensor grad_k = given.k.contiguous(), grad_q = given.q.contiguous();
+  TORCH_INTERNAL_ASSERT(grad_k.scalar_type() == at::kFloat && grad_q.scalar_type() == at::kFloat, "the kernel reads fp32");
   call.is_aligned = call.is_aligned && !begins_between_vectors(grad_k) && !begins_between_vectors(grad_q);
   params.k = const_cast<void*>(grad_k.const_data_ptr());
   params.q = const_cast<void*>(grad_q.const_data_ptr());

@@ -330,7 +330,9 @@ class Backward {
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, RowsView& parts) {
     if (!needs(grad)) return {};
     if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_pairs(grads_[grad])) {
-      in_place = rows_view(grads_[grad], inputs_.is_reverse());
+      // Partial sums are fp32, too.
+      const bool has_type_of_B = grads_[grad].scalar_type() == inputs_.B.scalar_type();
+      (has_type_of_B ? in_place : parts) = rows_view(grads_[grad], inputs_.is_reverse());
       return {};
     }
     const at::Tensor& B = inputs_.B;
