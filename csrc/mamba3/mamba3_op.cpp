@@ -24,11 +24,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "common/integers.h"
 #include "common/limits.h"
 #include "mamba3/rotation.h"
 #include "mamba3/scan.h"
@@ -36,6 +38,7 @@
 #include "ssd/two_sample_op.h"
 #include "torch/allocation.h"
 #include "torch/autograd_op.h"
+#include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 #include "torch/schemas.h"
 
@@ -261,8 +264,13 @@ Outputs mamba3_fwd(const Inputs& in) {
   const ssd::TwoSampleInputs scan = scan_of(in, rotation, ranks, Pass::kForward);
   const ssd::FwdOutputs found = ssd::two_sample_scan(scan, kRule);
   if (rotates_by_cuda_kernels(in)) {
-    const at::Tensor out = found.out.to(in.wide_out ? in.wide() : in.x.scalar_type());
-    return {out, rotation.final_angle, found.final_states, rotation.final_k, ssd::last_steps(scan, in.x, in.initial_x)};
+    at::Tensor out = found.out;
+    if (!in.wide_out && out.scalar_type() != in.x.scalar_type()) {
+      out = empty_tensor_like(in.x);  // not out.to(), which has other strides
+      out.copy_(found.out);
+    }
+    const at::Tensor final_x = ssd::last_steps(scan, in.x, in.initial_x).contiguous();
+    return {out, rotation.final_angle, found.final_states, rotation.final_k, final_x};
   }
   const Outputs outputs = allocate_fwd(in);
   at::Tensor(outputs.final_x).copy_(ssd::last_steps(scan, in.x, in.initial_x));
@@ -333,11 +341,9 @@ at::Tensor inputs_before_adjoint(const Inputs& in, const at::Tensor& grad, const
   return (is_present(in.mimo_x) ? grad * ranks_first(*in.mimo_x, 0) : grad).sum(1);
 }
 
-GradTensors mamba3_bwd(const BwdInputs& bwd) {
-  if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
+// Backward of all rows of the batch at once.
+GradTensors adjoint(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
-  check_inputs(in);
-  check_values(in, /*is_backward=*/true);
   GradTensors grads = allocate_bwd(bwd);
   std::array<bool, kNumGrads> have_elements;
   for (int grad = 0; grad < kNumGrads; ++grad) have_elements[grad] = grads[grad].numel() > 0;
@@ -351,13 +357,16 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
   };
   const bool has_kernels = rotates_by_cuda_kernels(in);
   // The scan's gradients of x and z are the results if their type is the same.
-  const bool takes_of_scan = has_kernels && scan_dtype(in, Pass::kBackward) == in.x.scalar_type();
-  if (takes_of_scan) grads[kGradX] = grads[kGradZ] = at::Tensor();
+  if (has_kernels && scan_dtype(in, Pass::kBackward) == in.x.scalar_type()) {
+    for (const int grad : {kGradX, kGradZ}) {
+      if (needs(grad)) grads[grad] = at::Tensor();
+    }
+  }
   Rotation rotation = rotate_for_scan(in, Pass::kBackward);
   const ssd::Ranks ranks = ranks_of(in);
   const ssd::RankGrads rank_grads = zero_rank_grads(grads);
   ssd::TwoSampleBwdInputs of_scan{
-      cast(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation, ranks, Pass::kBackward), {}, &rank_grads};
+      cast(bwd.grad_out), bwd.grad_final_ssm, scan_of(in, rotation, ranks, Pass::kBackward), {}, &rank_grads, true};
   const bool needs_phases = needs(kGradAngles) || needs(kGradDt) || needs(kGradInitialAngle);
   const bool needs_rows =
       needs_phases || needs(kGradB) || needs(kGradC) || needs(kGradBBias) || needs(kGradCBias) || needs(kGradInitialK);
@@ -402,7 +411,7 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
                                                {kGradInitialX, grad_initial_x}};
   for (const auto& [grad, tensor] : of_one) {
     if (!grads[grad].defined()) {
-      grads[grad] = needs(grad) ? tensor : empty_tensor({0}, in.wide_options());
+      grads[grad] = tensor;
     } else if (needs(grad)) {
       grads[grad].copy_(tensor);
     }
@@ -432,6 +441,54 @@ GradTensors mamba3_bwd(const BwdInputs& bwd) {
     grads[kGradAngles].copy_(summed * (kPi * (1 - rotation.rates * rotation.rates)));
   }
   if (needs(kGradDt)) grads[kGradDt].copy_((rotation.turns * rates).sum(-1) * kPi + found[ssd::kGradDt]);
+  return grads;
+}
+
+// Whether a tensor of Inputs::tensors() has rows of the batch; the others are parameters.
+constexpr bool has_batch(int tensor) { return tensor <= kGradAngles || tensor == kGradZ || tensor >= kGradInitialAngle; }
+
+// The rows of the batch that backward takes at once: k, q and their gradients then take at most kMostBytes.
+int64_t rows_at_once(const Inputs& in) {
+  constexpr int64_t kMostBytes = int64_t(512) << 20;
+  const int64_t batch = in.x.size(0);
+  if (is_present(in.cu_seqlens) || batch < 2) return batch;
+  const int64_t bytes_of_element = c10::elementSize(scan_dtype(in, Pass::kBackward)) + c10::elementSize(in.wide());
+  const int64_t bytes = 2 * in.x.size(1) * in.x.size(2) * in.ranks() * in.B.size(-1) * bytes_of_element;
+  const int64_t most = std::min(kMostBytes, debug_option(DebugOption::kSsdWorkspaceBytes)) / std::max<int64_t>(1, bytes);
+  return ceil_div(batch, ceil_div(batch, std::max<int64_t>(1, most)));
+}
+
+GradTensors mamba3_bwd(const BwdInputs& bwd) {
+  if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
+  check_inputs(bwd.in);
+  check_values(bwd.in, /*is_backward=*/true);
+  const int64_t batch = bwd.in.x.size(0), at_once = rows_at_once(bwd.in);
+  if (at_once >= batch) return adjoint(bwd);
+  const GradTensors grads = allocate_bwd(bwd);
+  for (int64_t row = 0; row < batch; row += at_once) {
+    const int64_t rows = std::min(at_once, batch - row);
+    BwdInputs part = bwd;
+    const auto take_rows = [&](auto& tensor) {
+      if (is_present(tensor)) tensor = or_undefined(tensor).narrow(0, row, rows);
+    };
+    int next = 0;
+    const auto take = [&](auto& tensor) {
+      if (has_batch(next++)) take_rows(tensor);
+    };
+    std::apply([&](auto&... tensors) { (take(tensors), ...); }, part.in.tensors());
+    std::apply([&](auto&... tensors) { (take_rows(tensors), ...); }, part.grads());
+    take_rows(part.in.seq_idx);
+    const GradTensors found = adjoint(part);
+    for (int grad = 0; grad < kNumGrads; ++grad) {
+      if (grads[grad].numel() == 0) continue;
+      const at::Tensor target = has_batch(grad) ? grads[grad].narrow(0, row, rows) : grads[grad];
+      if (has_batch(grad) || row == 0) {
+        target.copy_(found[grad]);
+      } else {
+        target.add_(found[grad]);
+      }
+    }
+  }
   return grads;
 }
 

@@ -23,7 +23,8 @@ enum class DebugOption : int {
   kSelectiveScanSharedBytes,
   // The tensor-core instructions of ssd_chunk_scan: 0, wgmma where the device has it; 1, mma.sync.
   kSsdMma,
-  // Backward of ssd_chunk_scan splits a call whose states would take more; one head of one batch row is the least.
+  // Backward of ssd_chunk_scan splits a call whose states would take more; one head of one batch row is the least. That of
+  // mamba3_chunk_scan splits one whose k, q and their gradients would; one batch row is the least.
   kSsdWorkspaceBytes,
   // ssd_chunk_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
   kSsdSharedBytes,

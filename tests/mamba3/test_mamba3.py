@@ -20,6 +20,9 @@ OPERATOR = "mamba3_chunk_scan"
 # The kernels, and the operators of PyTorch, which other devices run.
 WAYS = {"kernels": contextlib.nullcontext, "pytorch": lambda: debug_option("mamba3_cpu", "operators")}
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+# Bounds of gradients from kernels with 16-bit operands, and of those of phases, which are sums that cancel.
+ROUNDED = {torch.bfloat16: (5e-3, 1e-2), torch.float16: (7e-4, 1.4e-3)}
+OF_PHASES = ("grad_angles", "grad_dt", "grad_initial_angle")
 
 
 def assert_same(inputs: dict[str, Any], tolerance: float = 1e-10) -> None:
@@ -27,6 +30,32 @@ def assert_same(inputs: dict[str, Any], tolerance: float = 1e-10) -> None:
     cotangents = MAMBA3.make_cotangents(inputs)
     actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
     MAMBA3.assert_close(actual, MAMBA3.evaluate_in_float64(inputs, cotangents), tolerance)
+
+
+@pytest.mark.parametrize("name", ["everything", "ranks", "angles_of_heads"])
+def test_backward_of_one_row_at_a_time(name, device):
+    """As that of a call whose k and q take too much memory: gradients of parameters are sums over the rows."""
+    with debug_option("ssd_workspace_bytes", 1):
+        assert_same(make_inputs(batch=3, seqlen=9, device=device, **OPTIONS[name]))
+
+
+def rounds_in_backward(inputs: dict[str, Any]) -> bool:
+    """Whether backward takes the kernels of 16-bit operands."""
+    return inputs["x"].is_cuda and inputs["x"].dtype in ROUNDED and inputs["B"].dim() == 4 and inputs.get("norm_weight") is None
+
+
+def assert_within_rounding(inputs: dict[str, Any], bound: float, bound_of_phases: float) -> None:
+    """``out`` has at most 1.15 times its rounding; the other results and the gradients are within bounds, by norms."""
+    cotangents = MAMBA3.make_cotangents(inputs)
+    actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
+    exact = MAMBA3.evaluate_in_float64(inputs, cotangents)
+
+    def error(value: Tensor, name: str) -> float:
+        return ((value.double() - exact[name]).norm() / exact[name].norm().clamp_min(1e-30)).item()
+
+    assert error(actual.pop("out"), "out") <= 1.15 * error(exact["out"].to(inputs["x"].dtype), "out")
+    errors = {name: error(value, name) for name, value in actual.items()}
+    assert {name: e for name, e in errors.items() if not e <= (bound_of_phases if name in OF_PHASES else bound)} == {}
 
 
 @every_way
@@ -68,10 +97,11 @@ def test_sizes(sizes, way, device):
 def test_dtypes(name, dtype, way, device):
     if name == "ranks" and device == "cuda" and dtype != torch.float32:
         pytest.skip("forward rounds k and q: test_mamba3_ranks_cuda.py has the bounds")
+    inputs = make_inputs(seqlen=70, headdim=8, dstate=8, dtype=dtype, device=device, **OPTIONS[name])
+    if rounds_in_backward(inputs):
+        return assert_within_rounding(inputs, *ROUNDED[dtype])
     with way():
-        MAMBA3.assert_matches_reference(
-            make_inputs(seqlen=70, headdim=8, dstate=8, dtype=dtype, device=device, **OPTIONS[name])
-        )
+        MAMBA3.assert_matches_reference(inputs)
 
 
 @every_way
@@ -91,24 +121,18 @@ def test_float32_is_float32(ranks, way, device):
 
 
 def test_bfloat16_output_is_rounded_once(device):
-    """The forward's error is at most 1.15 times the rounding of ``out``, and gradients are within 2.5e-3."""
     inputs = make_inputs(seqlen=80, headdim=16, dstate=32, angles=8, dtype=torch.bfloat16, device=device)
-    cotangents = MAMBA3.make_cotangents(inputs)
-    actual = MAMBA3.evaluate(MAMBA3, inputs, cotangents)
-    exact = MAMBA3.evaluate_in_float64(inputs, cotangents)
-
-    def error(value: Tensor, name: str) -> float:
-        return ((value.double() - exact[name]).norm() / exact[name].norm()).item()
-
-    assert error(actual["out"], "out") <= 1.15 * error(exact["out"].bfloat16(), "out")
-    assert [name for name, value in actual.items() if error(value, name) > 2.5e-3] == []
+    assert_within_rounding(inputs, *(ROUNDED[torch.bfloat16] if rounds_in_backward(inputs) else (2.5e-3, 2.5e-3)))
 
 
 def test_gates_of_other_dtypes(device):
     """dt, A, trap and angles of float32 beside 16-bit sequences."""
     inputs = make_inputs(seqlen=20, dtype=torch.bfloat16, device=device)
-    wide = {name: make_inputs(seqlen=20, dtype=torch.float32, device=device)[name] for name in ("dt", "A", "trap", "angles")}
-    MAMBA3.assert_matches_reference(inputs | wide)
+    inputs |= {name: make_inputs(seqlen=20, dtype=torch.float32, device=device)[name] for name in ("dt", "A", "trap", "angles")}
+    if rounds_in_backward(inputs):
+        assert_within_rounding(inputs, *ROUNDED[torch.bfloat16])
+    else:
+        MAMBA3.assert_matches_reference(inputs)
 
 
 @every_way

@@ -19,9 +19,9 @@ namespace ssm_kernels::mamba3::step {
 namespace {
 
 at::Tensor cuda(const Inputs& in) {
+  check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (in.x.scalar_type() == at::kDouble) return step_aten(in);
-  check_inputs(in);
   check_memory(in);
   at::Tensor out = allocate_out(in);
   const StepParams params = make_params(in, out);
