@@ -9,10 +9,10 @@
 // dphi is a sum over later steps, which unrotate_kernel has only of its own chunk. d angles and d dt are linear in dphi, so it
 // writes them without the later chunks and the chunk's own sum of dtheta, and the last kernel adds what the later chunks give.
 //
-// 1. unrotate_kernel reads dk and dq once, both fp32. A block has a chunk, kBlockPairs pairs of columns, one rank and up to kUnrotateHeads
-//    heads of a group, one after another. Eight lanes have a slot of kSlotSteps steps, each kLanePairs pairs; registers keep
-//    the sums over the heads. Phases before each slot are in shared memory for kTileHeads heads; a slot's sum of dtheta takes
-//    the place of its phases there, and after these heads the sums of later slots are added to d angles and d dt.
+// 1. unrotate_kernel reads dk and dq, fp32, once. A block has a chunk, kBlockPairs pairs of columns, one rank and up to
+//    kUnrotateHeads heads of a group, one after another. Eight lanes have a slot of kSlotSteps steps, each kLanePairs pairs;
+//    registers keep the sums over the heads. Phases before each slot are in shared memory for kTileHeads heads; a slot's sum of
+//    dtheta takes the place of its phases there, and after these heads the sums of later slots are added to d angles and d dt.
 // 2. phase_scan_kernel in reverse: the sums of dtheta of all later chunks.
 // 3. gate_grads_kernel adds these and writes d angles and d dt: where heads share their angles, products of tiles in shared
 //    memory, over the heads and over the angles; row_grads_kernel sums the slabs' dB and dC.
