@@ -307,13 +307,18 @@ def tf32() -> Iterator[None]:
         matmul.allow_tf32 = was_allowed
 
 
+# Events of the profiler itself.
+OVERHEADS = ("Activity Buffer", "Lazy Function Loading", "Runtime Triggered", "Command Buffer Full", "Buffer Flush", "Resource")
+
+
 def launched_kernels(call: Callable[[], Any]) -> dict[str, int]:
     """The names of the kernels that a call launches on CUDA, with the number of launches."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages() if not event.key.startswith(("Mem", "cuda", "Activity"))}
+    others = ("Mem", "cuda", *OVERHEADS)
+    return {event.key: event.count for event in profile.key_averages() if not event.key.startswith(others)}
 
 
 def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
