@@ -7,8 +7,8 @@
 //
 // The rotation (rotation.h) is first; then it is the chunked scan with two input samples a step and the rule exp_trapezoidal
 // (ssd/two_sample_op.h), whose B and C are k and q by head, and whose A has a value a step. The previous sample before the
-// first step is (k, x) of the initial states. Everything is computed in the accumulation type. Autograd saves the inputs;
-// backward rotates again.
+// first step is (k, x) of the initial states. Sums have the accumulation type; on CUDA some operands of products
+// have that of x (scan.h). Autograd saves the inputs; backward rotates again, and takes some rows of the batch at a time.
 //
 // With ranks (MIMO), B, C, k and q have R rows a step, v^r_t = x_t mimo_x^r, x_t k_t^T becomes sum_r v^r_t (k^r_t)^T, and the
 // outputs are y^r_t = S_t q^r_t + D v^r_t. Norm, gate and sum of the ranks are part of the scan: PyTorch matmuls

@@ -109,8 +109,9 @@ def mamba3_chunk_scan(
         other than ``vmap`` are not supported and raise.
 
     ``A``, ``dt``, the outputs and the gradients of a step depend on no later step. Phases are float64 and reduced to half a
-    turn in each step; the products, sums and states are float32 (float64 with float64 inputs), whatever the dtype of ``x``.
-    Autograd saves the inputs. ``docs/mamba3.md`` describes the computation.
+    turn in each step; sums and states are float32 (float64 with float64 inputs), whatever the dtype of ``x``. So are
+    the operands of products, except on CUDA in float16 and bfloat16. Autograd saves the inputs. ``docs/mamba3.md`` describes
+    the computation, what is rounded, and the errors.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or an option are not as above, or ``initial_states`` is not four
